@@ -2,9 +2,9 @@
 
     hsdp_run -n 4 python examples/beside_fsdp2.py
 
-Both reduce the gradients of the same model in bf16 over 2x2 ranks, four microbatches a step; FSDP2
-does it with gloo. Their gradients are compared with a float64 sum, their steps with the same step
-without any reduction, all taking turns. FSDP2 keeps its parameters whole between steps, so that
+Both reduce the gradients of the same model in bf16 over 2x2 ranks, four microbatches per step; FSDP2
+does it with gloo. The gradients of each are compared with a float64 sum, and the steps with the same
+step without any reduction, all taking turns. FSDP2 keeps its parameters whole between steps, so that
 they are not gathered again.
 """
 
@@ -56,7 +56,7 @@ def without_reduction(model: nn.Module, inputs: torch.Tensor) -> Step:
 def reduced_by_hsdp(
     reducer: hsdp.Reducer, model: nn.Module, inputs: torch.Tensor, first: PartialSync = "shard"
 ) -> Step:
-    """`first`: what all microbatches but the last do."""
+    """`first`: the sync of all microbatches but the last."""
     reducer.set_partial_sync(first)
     reducer.attach(model)
     names = [parameter.name for parameter in reducer.parameters]
@@ -95,7 +95,7 @@ def reduced_by_fsdp2(
 
 
 def time_steps(systems: dict[str, Step], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round, of the slowest rank."""
+    """Seconds of each round, on the slowest rank."""
     seconds: dict[str, list[float]] = {name: [] for name in systems}
     gc.disable()
     for number in range(rounds + 1):
@@ -112,7 +112,7 @@ def time_steps(systems: dict[str, Step], rounds: int) -> dict[str, list[float]]:
 
 
 def added_ms(seconds: dict[str, list[float]], name: str) -> float:
-    """What reduction adds to a step: the median over rounds of the difference."""
+    """What reduction adds to a step: the median difference over the rounds."""
     pairs = zip(seconds[name], seconds["none"], strict=True)
     return 1e3 * statistics.median(with_it - without for with_it, without in pairs)
 
@@ -145,7 +145,7 @@ def float64_means(inputs: torch.Tensor) -> list[torch.Tensor]:
 
 
 def join_gloo(mesh: hsdp.Mesh) -> None:
-    """torch.distributed over the ranks of the mesh, which meet at a file that rank 0 names."""
+    """Initializes torch.distributed over the mesh's ranks, which meet at a file named by rank 0."""
     name = tempfile.mktemp(prefix="gloo-") if mesh.rank == 0 else ""
     path = mesh.world.all_gather(np.frombuffer(name.encode(), np.uint8)).numpy().tobytes().decode()
     dist.init_process_group(

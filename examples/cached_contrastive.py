@@ -2,11 +2,11 @@
 
     hsdp_run -n 2 python examples/cached_contrastive.py
 
-A docstring of Python's standard library has to find the code below it among the code of all ranks'
-batches. A loss that compares everything needs all embeddings at once, but their graphs do not fit:
-so each rank embeds its batch without a graph, takes the gradient of the loss by the embeddings, and
-embeds again in chunks, one backward pass each. The passes are reduced once, at the end of their
-window. Ranks have chunks of different sizes, so they run different numbers of passes.
+A docstring of Python's standard library has to find its code among the code of all ranks' batches. A
+loss that compares everything needs all embeddings at once, but their graphs do not fit. So each rank
+embeds its batch without a graph, computes the gradient of the loss by the embeddings, and embeds again
+in chunks, with one backward pass each. The passes are reduced once, at the end of their window. Ranks
+have chunks of different sizes, so they run different numbers of passes.
 
 Every step is compared with one batch: the same loss without chunks, ranks and windows.
 """
@@ -26,13 +26,13 @@ from torch.nn import functional
 
 import hsdp
 
-PAIRS = 32  # of a rank's batch
+PAIRS = 32  # in a rank's batch
 CHUNK_PAIRS = (8, 5, 3, 12)  # by rank
 WIDTH, HEADS, VOCABULARY = 48, 4, 3000
 TEXT_WORDS, CODE_WORDS = 16, 40
-SCALE = 20.0  # of the cosines, as a temperature of 0.05
-# From one batch, in fp32: of the loss, and of the norm of the whole gradient. Only the order of
-# sums differs, which makes less than 1e-6; a chunk that is left out makes 1e-2 and more.
+SCALE = 20.0  # of the cosines: a temperature of 0.05
+# Of the distances of loss and gradient norm from one batch, in fp32. Only the order of sums differs,
+# which causes less than 1e-6; leaving out a chunk causes 1e-2 and more.
 TOLERANCE = 1e-5
 COUNTS = ("reduce_scatter_count", "all_reduce_count", "all_gather_count")
 
@@ -43,7 +43,7 @@ WORD = re.compile("[a-z]{2,}")
 
 
 class Pairs:
-    """Docstrings and their code, as numbers of words: 0 is no word."""
+    """Docstrings and their code, as word numbers; 0 is no word."""
 
     def __init__(self) -> None:
         library = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -63,7 +63,7 @@ class Pairs:
         return known + [0] * (length - len(known))
 
     def batch(self, step: int, count: int) -> list[torch.Tensor]:
-        """So many docstrings, and their code; the same on every rank."""
+        """`count` docstrings and their code; the same on every rank."""
         random = torch.Generator().manual_seed(step)
         chosen = torch.randperm(len(self.columns[0]), generator=random)[:count]
         return [column[chosen] for column in self.columns]
@@ -92,7 +92,7 @@ def loss_of(texts: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
 
 
 def gather(mesh: hsdp.Mesh, own: torch.Tensor) -> torch.Tensor:
-    """The embeddings of all ranks, to take gradients by."""
+    """The embeddings of all ranks, with gradients."""
     return torch.from_dlpack(mesh.world.all_gather(own)).view(-1, WIDTH).requires_grad_()
 
 
@@ -117,7 +117,7 @@ def run_window(
 
 
 class Distance(NamedTuple):
-    """From one batch."""
+    """Distance from one batch."""
 
     loss: float
     gradient: float
@@ -147,7 +147,7 @@ def exchanged(reducer: hsdp.Reducer) -> torch.Tensor:
 
 
 def require_same_counts(mesh: hsdp.Mesh, steps: list[torch.Tensor]) -> None:
-    """In all steps, and on ranks that run different numbers of passes."""
+    """The counts must be equal in all steps, even if ranks run different numbers of passes."""
     rows = torch.from_dlpack(mesh.world.all_gather(torch.stack(steps))).view(-1, len(COUNTS))
     if not bool((rows == rows[0]).all()):
         raise SystemExit(f"expected the same {', '.join(COUNTS)} in all steps, got {rows.tolist()}")
@@ -164,7 +164,7 @@ def train(mesh: hsdp.Mesh, pairs: Pairs, steps: int) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     reducer = hsdp.Reducer(mesh)
     reducer.attach(model)
-    # Each rank has its rows' part of one loss: parts are added up, and nothing is averaged.
+    # Each rank has the part of its rows in one loss, so parts are added and nothing is averaged.
     reducer.set_gradient_divide_factor(1)
     losses: list[float] = []
     counts: list[torch.Tensor] = []

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/device_mesh.py
 
-A network that already lives on a DeviceMesh of (dp_replicate, dp_shard) hands its gradients to a
-Reducer instead of torch.distributed. Each rank prints its slice of one gradient, and checks all of
-them against an all-reduce of torch.distributed.
+A network on a DeviceMesh of (dp_replicate, dp_shard) gives its gradients to a Reducer instead of
+torch.distributed. Each rank prints its slice of one gradient, and checks all of them against an
+all-reduce of torch.distributed.
 """
 
 from __future__ import annotations

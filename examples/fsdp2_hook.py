@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/fsdp2_hook.py
 
-FSDP2 shards the model within each replica, as it would without replicas: it gathers parameters and
-reduce-scatters gradients. Between the replicas hsdp sums them once a step, bf16 on the wire, from
-an fp32 sum over the microbatches. At the end every rank has the losses of the same training in one
+FSDP2 shards the model within each replica, as if there were only one: it gathers parameters and
+reduce-scatters gradients. Between the replicas hsdp sums the gradients once per step, bf16 on the wire,
+from an fp32 sum over the microbatches. At the end every rank has the losses of the same training in one
 process, and replicas hold the same bits.
 """
 
@@ -33,7 +33,7 @@ def make_model() -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, step: int, microbatch: int, rank: int, size: int) -> torch.Tensor:
-    """Of one rank's part of a microbatch; microbatches are summed, so each counts for its share."""
+    """For one rank's part of a microbatch; microbatches are summed, so each is scaled by its share."""
     generator = torch.Generator().manual_seed((step * MICROBATCHES + microbatch) * size + rank)
     x = torch.rand(SAMPLES, 2, generator=generator) * 4 - 2
     y = torch.sin(x[:, :1]) * torch.cos(x[:, 1:])
@@ -43,7 +43,7 @@ def loss_of(model: nn.Module, step: int, microbatch: int, rank: int, size: int) 
 def train_sharded(device_mesh: DeviceMesh, mesh: hsdp.Mesh) -> tuple[nn.Module, list[float]]:
     model = make_model()
     for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=device_mesh["dp_shard"])  # one dimension: replicas are hsdp's
+        fully_shard(layer, mesh=device_mesh["dp_shard"])  # one dimension: hsdp handles the replicas
     handle = hsdp.torch.replica_hook(model, mesh, hop=hsdp.PlainHop("bf16"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []

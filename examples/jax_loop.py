@@ -2,9 +2,9 @@
 
     hsdp_run -n 4 python examples/jax_loop.py
 
-Each rank computes the gradients of its own microbatches and hands them over: JAX arrays are
-read-only, the Reducer takes them by DLPack without a copy. Then it gathers the whole mean, and takes
-the same step as all others. At the end the loss is compared with that of one process.
+Each rank computes the gradients of its own microbatches and hands them over: JAX arrays are read-only,
+and the Reducer takes them through DLPack without a copy. Then it gathers the whole mean and takes the
+same step as all others. At the end the loss is compared with that of one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import hsdp
 
 STEPS = 40
 MICROBATCHES = 2
-EXAMPLES = 16  # of a rank's microbatch
+EXAMPLES = 16  # in a rank's microbatch
 RATE = 0.1
 
 
@@ -35,7 +35,7 @@ def load_jax() -> Any:
 
 
 class Network:
-    """The functions of one network, compiled; its weights are a tree of dicts."""
+    """The compiled functions of one network; its weights are a tree of dicts."""
 
     def __init__(self, jax: Any) -> None:
         self._jax = jax

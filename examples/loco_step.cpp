@@ -1,5 +1,5 @@
-// Sends the same gradients between two replicas in four ways, and says how many bytes that takes
-// and how far what has arrived after 50 steps is from what was given:
+// Sends the same gradients between two replicas in four ways. Reports how many bytes each takes,
+// and how far the sum received after 50 steps is from the sum sent:
 //
 //   hsdp_run -n 4 loco_step
 #include <cmath>
@@ -16,7 +16,7 @@ namespace {
 constexpr int kSteps = 50;
 constexpr std::int64_t kCount = 262'144;  // 256 * 1024
 
-// A direction that all steps have in common, and noise; a rank's own.
+// A direction common to all steps, plus noise; different on each rank.
 class Gradients {
  public:
   explicit Gradients(int rank) : random_(static_cast<unsigned>(rank)), always_(kCount) {
@@ -34,7 +34,7 @@ class Gradients {
   std::vector<float> always_;
 };
 
-// What a rank has received in all steps.
+// Returns what a rank has received in all steps.
 std::vector<double> run(const hsdp::Mesh& mesh, std::shared_ptr<hsdp::ReplicaHop> hop,
                         const char* name) {
   hsdp::Reducer reducer(mesh, {.replica_hop = std::move(hop)});

@@ -2,10 +2,9 @@
 
     hsdp_run -n 4 python examples/numpy_loop.py
 
-Every rank holds the whole weights, and computes gradients on its own part of each batch in four
-microbatches. The Reducer sums them, bf16 on the wire; each rank updates the slice it owns, with
-momentum, and the ranks gather the rest. At the end the loss is compared with that of the same
-training in one process.
+Every rank holds all weights, and computes gradients on its own part of each batch in four microbatches.
+The Reducer sums them, bf16 on the wire; each rank updates the slice it owns, with momentum, and the
+ranks gather the rest. At the end the loss is compared with that of the same training in one process.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def train_on_mesh(mesh: hsdp.Mesh) -> float:
     reducer = hsdp.Reducer(mesh, reduce_dtype="bf16", replica_dtype="f32")
     for name, weight in weights.items():
         reducer.register(name, weight.shape)
-    # Losses are means over a microbatch, so the sum is divided by their number as well.
+    # Losses are means over a microbatch, so the sum is also divided by the number of microbatches.
     reducer.set_gradient_divide_factor(mesh.size * MICROBATCHES)
     momentum = {name: np.zeros(reducer.slice(name).count, np.float32) for name in weights}
     loss = 0.0

@@ -37,7 +37,7 @@ def make_model(width: int) -> nn.Sequential:
 
 
 class Recorder:
-    """Notes when each layer's forward ran."""
+    """Records when each layer's forward ran."""
 
     def __init__(self, model: nn.Sequential) -> None:
         self.spans: list[Span] = []
@@ -55,8 +55,8 @@ class Recorder:
 
 class Result(NamedTuple):
     weights: list[torch.Tensor]
-    spans: list[Span]  # of one step
-    waited_s: float  # in that step, for gathers
+    spans: list[Span]  # in one step
+    waited_s: float  # time waited for gathers in that step
 
 
 def train(mesh: hsdp.Mesh, width: int, rows: int, steps: int, overlaps: bool) -> Result:
@@ -75,7 +75,7 @@ def train(mesh: hsdp.Mesh, width: int, rows: int, steps: int, overlaps: bool) ->
         mesh.world.barrier()
         recorder.spans.clear()
         with reducer.microbatch(last=True):
-            loss = model(batch).square().mean()  # the gathers of the last step run under this
+            loss = model(batch).square().mean()  # the gathers of the last step run meanwhile
             if step == steps - 1:
                 spans = [*recorder.spans, *gathers(optimizer)]
                 waited_s = optimizer.gather_stats().exposed_s - before_s

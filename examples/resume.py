@@ -4,8 +4,8 @@
     hsdp_run -n 4 python examples/resume.py --folder run              # goes on from the last checkpoint
 
 A checkpoint has weights, optimizer states, the schedule, LoCo's errors, the step, which tells where the
-data continues, and each rank's random state, which dropout draws from. Rank 0 prints a digest of all
-weights after the last step. On another number of ranks the training goes on as well, with other bits.
+data continues, and each rank's random state, for dropout. Rank 0 prints a digest of all weights after
+the last step. On another number of ranks the training continues, but with other bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROWS = torch.randn(640, 16, generator=torch.Generator().manual_seed(0))
 
 
 def rows_of(step: int, microbatch: int, mesh: hsdp.Mesh) -> torch.Tensor:
-    """The rows follow from the step alone, so the step is all that a checkpoint needs to have of them."""
+    """The rows depend only on the step, so a checkpoint needs nothing else about the data."""
     part_count = MICROBATCHES * mesh.size
     epoch, place = divmod(step, len(ROWS) // 64)
     order = torch.randperm(len(ROWS), generator=torch.Generator().manual_seed(epoch))
@@ -40,7 +40,7 @@ def rows_of(step: int, microbatch: int, mesh: hsdp.Mesh) -> torch.Tensor:
 
 
 class Training:
-    """What a checkpoint has."""
+    """The contents of a checkpoint."""
 
     def __init__(self, mesh: hsdp.Mesh) -> None:
         self.mesh = mesh
@@ -49,13 +49,13 @@ class Training:
         self.model = torch.nn.Sequential(
             torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1)
         )
-        torch.manual_seed(1 + mesh.rank)  # each rank its own dropout
+        torch.manual_seed(1 + mesh.rank)  # each rank has its own dropout
         self.hop = hsdp.quant.LocoHop()
         self.reducer = hsdp.Reducer(mesh, divide_by="ranks*microbatches", replica_hop=self.hop)
         self.reducer.attach(self.model)
         self.optimizer = hsdp.zero.ShardedOptimizer(torch.optim.AdamW, self.model, self.reducer, lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
-        self.reducer.prepare()  # from here on the hop knows which errors are this rank's
+        self.reducer.prepare()  # now the hop knows which errors are this rank's
 
     def state(self) -> dict[str, Any]:
         weights, states = get_state_dict(self.model, self.optimizer)
@@ -72,7 +72,7 @@ class Training:
         dcp.save(self.state(), checkpoint_id=folder / str(self.step))
 
     def load_last(self, folder: pathlib.Path) -> None:
-        """A checkpoint that was not finished has no metadata."""
+        """An unfinished checkpoint has no metadata."""
         whole = [int(path.parent.name) for path in folder.glob("*/.metadata")]
         if not whole:
             return

@@ -2,7 +2,7 @@
 
     hsdp_run -n 4 python examples/train_gpt.py
 
-The text is that of the licences which Debian ships, else this project's own. Each rank reads its
+The text is the licences that Debian ships, or else this project's own. Each rank reads its
 part of every batch in four microbatches; bf16 travels. A single process then trains the same model
 on the same batches, and the losses have to agree. Writes the curves as PNG (--plot).
 """
@@ -24,8 +24,8 @@ LICENCES = [pathlib.Path("/usr/share/common-licenses") / name for name in ("GPL-
 OWN_LICENCE = pathlib.Path(__file__).parents[1] / "LICENSE"
 MICROBATCHES = 4
 BATCH, CONTEXT, WIDTH, HEADS, LAYERS = 32, 48, 48, 4, 2
-AVERAGED_STEPS = 10  # of the loss that is compared
-NOISE = 0.02  # nats; other batches or another seed change the loss by more
+AVERAGED_STEPS = 10  # over which the compared loss is averaged
+NOISE = 0.02  # in nats; other batches or another seed change the loss by more
 
 
 class Block(nn.Module):
@@ -108,7 +108,7 @@ def train_on_mesh(mesh: hsdp.Mesh, text: Text, steps: int) -> list[float]:
     hsdp.broadcast_parameters(mesh, model)
     reducer = hsdp.Reducer(mesh, reduce_dtype="bf16")
     reducer.attach(model)
-    # Losses are means over a microbatch, so the sum is divided by their number as well.
+    # Losses are means over a microbatch, so the sum is also divided by the number of microbatches.
     reducer.set_gradient_divide_factor(mesh.size * MICROBATCHES)
     losses = []
     for step in progress(steps, "mesh", mesh.rank == 0):

@@ -3,9 +3,9 @@
     hsdp_run -n 4 python examples/train_gpt_loco.py            # the Reducer
     hsdp_run -n 4 python examples/train_gpt_loco.py --fsdp2    # an FSDP2 model, with replica_hook
 
-The trainings have weights and batches in common, so their losses differ by what the hop does to the
-gradients, which is far less than what another seed does. Writes how far they are apart as PNG
-(--plot), and says what went over the replicas.
+The trainings share weights and batches, so their losses differ only by the effect of the hop, which is
+far less than that of another seed. Writes the distances between them as PNG (--plot), and prints how
+much was sent between the replicas.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import hsdp
 
 class Training(NamedTuple):
     losses: list[float]
-    #: over the replicas, of this rank in a step
+    #: between the replicas, from this rank in a step
     bytes: float
 
 
@@ -87,7 +87,7 @@ def train_fsdp2(
 
 
 def microbatches(mesh: hsdp.Mesh, text: Text, step: int) -> list[torch.Tensor]:
-    """This rank's rows of each."""
+    """This rank's rows of each microbatch."""
     parts = text.batch(step).chunk(mesh.size * MICROBATCHES)
     return list(parts[mesh.rank :: mesh.size])
 

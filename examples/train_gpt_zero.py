@@ -3,9 +3,9 @@
     hsdp_run -n 4 python examples/train_gpt_zero.py --folder run --die-at 50   # a rank is killed
     hsdp_run -n 2 python examples/train_gpt_zero.py --folder run               # goes on with two
 
-Each rank of a shard group has AdamW's states for its slices alone. Checkpoints are those of
-torch.distributed.checkpoint, written while the training goes on; an optimizer of another mesh, or
-torch's own, reads them. The folder also has the losses, one a line.
+Each rank of a shard group has AdamW's states only for its slices. Checkpoints use
+torch.distributed.checkpoint and are written while the training continues; an optimizer on another mesh,
+or torch's own, can read them. The folder also has the losses, one per line.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import hsdp
 
 
 class Training:
-    """The model, its optimizer, and how far they are."""
+    """The model, its optimizer, and their progress."""
 
     def __init__(self, mesh: hsdp.Mesh, text: Text, folder: pathlib.Path) -> None:
         self.folder = folder
@@ -38,7 +38,7 @@ class Training:
         self.model = Gpt(text.character_count)
         self.reducer = hsdp.Reducer(mesh, reduce_dtype="bf16")
         self.reducer.attach(self.model)
-        # Losses are means over a microbatch, so the sum is divided by their number as well.
+        # Losses are means over a microbatch, so the sum is also divided by the number of microbatches.
         self.reducer.set_gradient_divide_factor(mesh.size * MICROBATCHES)
         self.optimizer = hsdp.zero.ShardedOptimizer(
             torch.optim.AdamW, self.model, self.reducer, max_grad_norm=1.0, lr=3e-3,
@@ -46,7 +46,7 @@ class Training:
         )
 
     def load_last(self) -> None:
-        """Checkpoints that were not finished have no metadata."""
+        """Unfinished checkpoints have no metadata."""
         whole = [int(path.parent.name) for path in self.folder.glob("*/.metadata")]
         if not whole:
             return
@@ -57,7 +57,7 @@ class Training:
         self.step = max(whole)
 
     def save(self) -> Future[Any]:
-        """The training may go on at once."""
+        """Saves in the background; the training may continue immediately."""
         saving = dcp.async_save(self._state(), checkpoint_id=self.folder / str(self.step))
         assert isinstance(saving, Future)
         return saving

@@ -1,7 +1,7 @@
-// Trains a small network by ZeRO stage 2: a rank has whole layers, but gradients and AdamW's
-// moments of its slices only. Updated layers are gathered while the next step's forward pass
-// begins. Every rank trains the same network by itself, too, with an AdamW of its own in fp64, and
-// returns 1 where the two differ by more than rounding:
+// Trains a small network with ZeRO stage 2: a rank has whole layers, but gradients and AdamW's
+// moments only of its slices. Updated layers are gathered while the next step's forward pass
+// begins. Every rank also trains the same network alone, with its own AdamW in fp64, and returns 1
+// if the two differ by more than rounding:
 //
 //   hsdp_run -n 4 zero_step
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kSteps = 60;
 constexpr int kMicrobatches = 2;
-constexpr int kSamples = 8;  // of a rank's microbatch
+constexpr int kSamples = 8;  // in a rank's microbatch
 constexpr double kMaxNorm = 0.5;
 constexpr hsdp::zero::AdamWOptions kOptions{.lr = 0.01, .weight_decay = 0.01};
 
@@ -46,7 +46,7 @@ struct Layer {
     }
     return y;
   }
-  // From the gradient of the outputs: adds that of the weights, returns that of the inputs.
+  // From the gradient of the outputs, adds that of the weights and returns that of the inputs.
   Vector backward(const Vector& x, const Vector& of_outputs) {
     Vector of_inputs(inputs);
     for (std::size_t o = 0; o < outputs; ++o) {
@@ -69,7 +69,7 @@ using Network = std::vector<Layer>;
 
 Network make_network() { return {{"first", 32, 96}, {"second", 96, 16}}; }
 
-// Adds the gradients of one microbatch of one rank and returns its loss: the network shall learn
+// Adds the gradients of one microbatch of one rank and returns its loss: the network learns
 // differences. Calls wait(name) before it reads a layer.
 template <class Wait>
 double pass(Network& network, int step, int microbatch, int rank, const Wait& wait) {
@@ -129,7 +129,7 @@ Result train_sharded(const hsdp::Mesh& mesh) {
     wholes.push_back({.name = layer.name, .array = whole});
   }
   hsdp::zero::AdamW optimizer(reducer, slices, kOptions);
-  hsdp::zero::ParameterGather gather(reducer, wholes, 1024);  // each layer by itself
+  hsdp::zero::ParameterGather gather(reducer, wholes, 1024);  // gathers each layer separately
   hsdp::Stream stream = hsdp::Stream::inline_host();
   for (int step = 0; step < kSteps; ++step) {
     double loss = 0.0;
@@ -168,7 +168,7 @@ Result train_sharded(const hsdp::Mesh& mesh) {
   return result;
 }
 
-// What all ranks do together, by one process and without hsdp.
+// What all ranks do together, in one process and without hsdp.
 Network train_alone(int ranks) {
   Network network = make_network();
   std::vector<std::vector<double>> first_moments;

@@ -16,9 +16,9 @@
 namespace hsdp {
 namespace {
 
-// A join of whole parameters whose rows are uneven is closed when it is so large a part of all.
+// A join of whole parameters with uneven rows is closed once it has this fraction of all elements.
 constexpr std::int64_t kPartOfAll = 4;
-// Ranges and windows start on multiples of this where that costs nothing.
+// Ranges and windows start at multiples of this if that costs nothing.
 constexpr std::int64_t kAlignedElements = 32;
 
 std::int64_t ceil_div(std::int64_t value, std::int64_t parts) {
@@ -33,7 +33,7 @@ std::int64_t round_nearest(std::int64_t value, std::int64_t multiple) {
   return (value + multiple / 2) / multiple * multiple;
 }
 
-// c of "rank r owns [r c, (r + 1) c)". Aligned once the imbalance is below one part in 32.
+// c of "rank r owns [r c, (r + 1) c)". Aligned if the imbalance stays below one part in 32.
 std::int64_t even_range(std::int64_t count, int size) {
   const std::int64_t even = ceil_div(count, size);
   return even >= kAlignedElements * kAlignedElements ? round_up(even, kAlignedElements) : even;
@@ -46,9 +46,9 @@ void require_positive(const std::string& what, std::int64_t value) {
                     .got = std::to_string(value)});
 }
 
-// The rank of each parameter: the longest first, each to the rank that has least. Of those that are
-// alike, to a power of two, neighbours go to different ranks, so that every rank has some from all
-// along a model.
+// The owner of each parameter: the longest parameters come first, each goes to the rank with the
+// least. Among parameters of about equal length (to a power of two), neighbours go to different
+// ranks, so that every rank has some from all along a model.
 std::vector<int> longest_first(std::span<const LayoutParameter> parameters, int size) {
   std::vector<std::int64_t> counts;
   counts.reserve(parameters.size());
@@ -85,9 +85,8 @@ std::string_view name(Layout layout) {
   return "";
 }
 
-// Builds buckets one parameter at a time. Per (group, class, wire) at most one bucket is open;
-// buckets are numbered in the order in which they close, which is about the order in which the
-// backward pass completes them.
+// Builds buckets one parameter at a time. At most one bucket is open per (group, class, wire).
+// Buckets are numbered as they close, roughly the order in which the backward pass completes them.
 class BucketLayout::Builder {
  public:
   Builder(BucketLayout& layout, std::int64_t bucket_bytes)
@@ -118,7 +117,7 @@ class BucketLayout::Builder {
     append(open, index);
   }
 
-  // Before the first of layout whole.
+  // Call before the first parameter of layout whole.
   void deal_whole() {
     owners_ = longest_first(layout_.parameters_, layout_.shard_size_);
     for (const LayoutParameter& parameter : layout_.parameters_) {
@@ -143,13 +142,13 @@ class BucketLayout::Builder {
   }
 
  private:
-  using Kind = std::tuple<int, int, Dtype, bool>;  // group, class, wire, and whether complex
-  // What parameters are joined in; whole: the whole join.
+  using Kind = std::tuple<int, int, Dtype, bool>;  // group, class, wire, is_complex
+  // The bucket that parameters are joined in; whole: the whole join.
   struct Open {
     Bucket bucket;
-    std::vector<std::int64_t> rows;  // whole: elements of each rank
-    std::int64_t to_come = 0;        // whole: elements of this kind that were not added yet
-    std::int64_t most = 0;           // whole: with so many it is closed, as uneven as it is
+    std::vector<std::int64_t> rows;  // whole: elements per rank
+    std::int64_t to_come = 0;        // whole: elements of this kind not added yet
+    std::int64_t most = 0;           // whole: size at which it is closed, even if uneven
   };
 
   static Kind kind_of(const LayoutParameter& parameter) {
@@ -168,8 +167,8 @@ class BucketLayout::Builder {
     open.parameters.push_back(index);
   }
 
-  // A join is closed when it fills a bucket and its rows are even enough, or it has its part of the
-  // model: a bucket is complete no sooner than the gradients of all its rows are there.
+  // Closes a join when it fills a bucket and its rows are even enough, or when it has its part of
+  // the model: a bucket is complete only once the gradients of all its rows are there.
   void add_whole(int index) {
     Open& open = open_[kind_of(layout_.parameter(index))];
     Place& place = layout_.places_[static_cast<std::size_t>(index)];
@@ -216,8 +215,8 @@ class BucketLayout::Builder {
     }
   }
 
-  // Where buckets of a join begin in its rows. Long rows go on when the short ones have ended, in
-  // wider windows.
+  // Where the buckets of a join begin in its rows. Where short rows have ended, the long ones
+  // continue in wider windows.
   [[nodiscard]] std::vector<std::int64_t> windows_of(std::vector<std::int64_t> rows,
                                                      Dtype wire_dtype) const {
     std::ranges::sort(rows);
@@ -227,7 +226,7 @@ class BucketLayout::Builder {
       const auto ended = std::ranges::upper_bound(rows, begin) - rows.begin();
       const auto going = static_cast<int>(std::ssize(rows) - ended);
       if (going == 0) break;
-      // Each of a row's two cuts may lie half a multiple aside.
+      // Each of a row's two cuts may be off by half a multiple.
       const std::int64_t widest = window_size(wire_dtype, going);
       const std::int64_t multiple = layout_.multiple_;
       const std::int64_t window = multiple > 1 ? std::max(widest - multiple, multiple) : widest;
@@ -253,7 +252,7 @@ class BucketLayout::Builder {
     return layout_.multiple_ > 1 ? ceil_div(count, size) : even_range(count, size);
   }
 
-  // A large parameter is a join of one, in several buckets: bucket k is window k of all slices.
+  // A large parameter is a join by itself, in several buckets: bucket k is window k of all slices.
   void add_windows(int index) {
     const LayoutParameter& parameter = layout_.parameter(index);
     Place& place = layout_.places_[static_cast<std::size_t>(index)];
@@ -285,7 +284,7 @@ class BucketLayout::Builder {
   BucketLayout& layout_;
   std::int64_t bucket_bytes_;
   std::map<Kind, Open> open_;
-  std::vector<int> owners_;  // whole: by parameter
+  std::vector<int> owners_;  // whole: per parameter
 };
 
 BucketLayout::BucketLayout(std::span<const LayoutParameter> parameters, int shard_size,
@@ -320,7 +319,6 @@ std::int64_t BucketLayout::join_cut(const Bucket& bucket, int rank) const {
   return cut.join_offset + std::min(round_nearest(offset - cut.join_offset, multiple_), cut.count);
 }
 
-// Where its slice of a parameter begins.
 std::int64_t BucketLayout::slice_begin(int parameter, int rank) const {
   const Place& at = place(parameter);
   if (kind_ == Layout::kDim0) return std::min(rank * at.range, at.count);
@@ -378,7 +376,6 @@ BucketRun BucketLayout::buckets_of(int parameter) const {
   return {at.first_bucket, at.first_bucket + at.bucket_count};
 }
 
-// The part of a slice that travels in that bucket.
 Slice BucketLayout::part(int parameter, int shard_rank, int bucket) const {
   const Place& at = place(parameter);
   const Slice whole = slice(parameter, shard_rank);
@@ -391,7 +388,7 @@ Slice BucketLayout::part(int parameter, int shard_rank, int bucket) const {
   return {whole.offset + begin, std::min(at.window, whole.count - begin)};
 }
 
-// Where that bucket begins in a parameter, as in the row of its owner.
+// Where that bucket begins in a parameter, counted from the parameter's beginning.
 std::int64_t BucketLayout::whole_cut(int parameter, int bucket) const {
   const Place& at = place(parameter);
   if (bucket <= at.first_bucket) return 0;

@@ -17,7 +17,7 @@
 namespace hsdp {
 namespace {
 
-constexpr std::size_t kMaxNamed = 5;  // in messages
+constexpr std::size_t kMaxNamed = 5;  // limit for messages
 
 [[noreturn]] void refuse(const std::string& reason) { throw SnapshotError("compare: " + reason); }
 
@@ -68,8 +68,8 @@ std::string join(const std::vector<std::string>& names) {
   return text;
 }
 
-// For each parameter of a, its number in b. Throws, naming the differences, unless both have the
-// same names and shapes.
+// The number in b of each parameter of a. Throws, naming the differences, unless both have the same
+// names and shapes.
 std::vector<std::size_t> match_parameters(const Snapshot& a, const Snapshot& b) {
   std::unordered_map<std::string, std::size_t> numbers;
   for (std::size_t i = 0; i < b.parameters().size(); ++i) numbers[b.parameters()[i].name] = i;
@@ -108,7 +108,7 @@ struct PairedParameter {
   ElementRule rule;
 };
 
-// One snapshot as one thread reads it.
+// One snapshot as read by one thread.
 class Side {
  public:
   explicit Side(const Snapshot& snapshot)
@@ -124,7 +124,7 @@ class Side {
     return reader_.read(number, copy, begin);
   }
 
-  // `stored` as mean gradients, in place where they are so already; `scratch` holds them otherwise.
+  // `stored` as mean gradients: in place if they already are, otherwise in `scratch`.
   template <class T>
   std::span<const T> values(const StoredElements& stored, std::vector<T>& scratch) const {
     const auto count = static_cast<std::size_t>(stored.count);
@@ -151,7 +151,7 @@ class Side {
   double divisor_;
 };
 
-// What one thread needs; never shared.
+// The state of one thread; never shared.
 class PieceComparer {
  public:
   PieceComparer(const Snapshot& a, const Snapshot& b) : a_(a), b_(b) {}

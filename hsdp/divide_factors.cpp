@@ -35,7 +35,7 @@ BucketArithmetic hop_arithmetic(const BucketSums& sums) {
   if (!sums.replicates) return result;
 
   const bool carries = sums.carry_count > 0;
-  // Where a total of earlier microbatches stands, the division comes after it has joined.
+  // If there is a total of earlier microbatches, divide only after adding it.
   const bool divides_sum = sums.ends_step && !sums.has_total;
   const bool means = sums.means && sums.replicate_size > 1;
   result.runs_replica_hop = carries && sums.replicate_size > 1;

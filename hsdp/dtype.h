@@ -1,8 +1,8 @@
 // Element types and their scalar conversions: round to nearest even, subnormals kept, infinities
-// and NaN preserved (a NaN stays a NaN; its payload is not promised).
+// and NaN preserved (a NaN stays a NaN, but its payload may change).
 //
-// The scalar functions are the one definition of the arithmetic: the host SIMD and the CUDA kernels
-// must equal them bit for bit.
+// The scalar functions define the arithmetic: host SIMD and CUDA kernels must equal them bit for
+// bit.
 #pragma once
 
 #include <bit>
@@ -18,13 +18,13 @@
 
 namespace hsdp {
 
-// f32, bf16, f16 and f64 go through the kernels and may be gradients; f64 stays f64 all the way.
-// i64 only reduces; u8 only moves.
+// f32, bf16, f16 and f64 go through the kernels and may be gradients; f64 stays f64 throughout. i64
+// can only be reduced, u8 only moved.
 enum class Dtype : std::uint8_t { kF32 = 0, kBf16 = 1, kF16 = 2, kF64 = 3, kI64 = 4, kU8 = 5 };
 
 [[nodiscard]] std::size_t size_bytes(Dtype dtype);
 [[nodiscard]] std::string_view name(Dtype dtype);
-// Accepts "f32", "float32", "bf16", "bfloat16", ...; UsageError names what is accepted.
+// Accepts "f32", "float32", "bf16", "bfloat16", ...; throws UsageError, listing them, for others.
 [[nodiscard]] Dtype parse_dtype(std::string_view text);
 [[nodiscard]] constexpr bool sums_in_f32(Dtype dtype) {
   return dtype == Dtype::kF32 || dtype == Dtype::kBf16 || dtype == Dtype::kF16;
@@ -32,7 +32,7 @@ enum class Dtype : std::uint8_t { kF32 = 0, kBf16 = 1, kF16 = 2, kF64 = 3, kI64 
 [[nodiscard]] constexpr bool is_gradient_dtype(Dtype dtype) {
   return sums_in_f32(dtype) || dtype == Dtype::kF64;
 }
-// In which gradients that travel in `wire` are summed, and in which the sums stay.
+// The dtype in which gradients with this wire dtype are summed and stored as sums.
 [[nodiscard]] constexpr Dtype sum_dtype(Dtype wire) {
   return wire == Dtype::kF64 ? Dtype::kF64 : Dtype::kF32;
 }
@@ -53,7 +53,7 @@ HSDP_HOST_DEVICE constexpr float to_float(float x) { return x; }
 HSDP_HOST_DEVICE constexpr Bf16 to_bf16(float x) {
   const auto u = std::bit_cast<std::uint32_t>(x);
   if ((u & 0x7fffffffU) > 0x7f800000U) {
-    return {static_cast<std::uint16_t>((u >> 16) | 0x40U)};  // quiet, so truncation keeps it a NaN
+    return {static_cast<std::uint16_t>((u >> 16) | 0x40U)};  // quiet, so that it stays a NaN
   }
   return {static_cast<std::uint16_t>((u + 0x7fffU + ((u >> 16) & 1U)) >> 16)};
 }
@@ -88,10 +88,10 @@ HSDP_HOST_DEVICE constexpr F16 to_f16(float x) {
     const std::uint32_t rounded = rebased + 0xfffU + ((rebased >> 13) & 1U);
     return {static_cast<std::uint16_t>(sign | (rounded >> 13))};
   }
-  if (magnitude <= 0x33000000U) {  // 2^-25 and below: the tie goes to the even zero
+  if (magnitude <= 0x33000000U) {  // 2^-25 and below: the tie rounds to the even zero
     return {sign};
   }
-  // Subnormal: shift the significand to units of 2^-24, nearest even.
+  // Subnormal: shift the significand to units of 2^-24, and round to nearest even.
   const std::uint32_t shift = 126U - (magnitude >> 23);
   const std::uint32_t significand = (magnitude & 0x7fffffU) | 0x800000U;
   const std::uint32_t floor = significand >> shift;

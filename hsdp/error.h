@@ -1,8 +1,8 @@
 // Exceptions of the library.
 //
 // Messages read `component: what failed: expected X, got Y; remedy`, in lower case
-// [Note: messages]; a Message is the parts of one. The four errors that concern peers name the
-// ranks at fault, as (rank r of n), and carry them.
+// [Note: messages]; a Message holds these parts. The four errors that concern peers hold the ranks
+// at fault and name them, as (rank r of n).
 #pragma once
 
 #include <stdexcept>
@@ -12,12 +12,12 @@
 
 namespace hsdp {
 
-// What an error says: "where: expected X, got Y; remedy".
+// The parts of "where: expected X, got Y; remedy".
 struct Message {
   std::string where{};  // "reducer: gradient of 'w'"
   std::string expected{};
   std::string got{};
-  std::string remedy{};  // what to do, where that is not plain
+  std::string remedy{};  // what to do, unless it is obvious
 
   [[nodiscard]] std::string text() const {
     return where + ": expected " + expected + ", got " + got +
@@ -25,15 +25,15 @@ struct Message {
   }
 };
 
-// Base of everything the library throws.
+// Base of all exceptions of the library.
 class Error : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
   explicit Error(const Message& message) : std::runtime_error(message.text()) {}
 };
 
-// Base of the errors that name ranks at fault: ranks of the job, also where a mesh has some of them
-// only and the text counts those.
+// Base of the errors that name ranks at fault. `ranks()` are job ranks; the message counts mesh
+// ranks. In a mesh of some of the job's ranks they differ.
 class RankError : public Error {
  public:
   RankError(const std::string& message, std::vector<int> ranks)
@@ -52,7 +52,7 @@ class PeerLostError : public RankError {
   using RankError::RankError;
 };
 
-// A peer did not arrive, or stopped beating, within the mesh's timeout.
+// A peer did not arrive, or sent no heartbeat, within the mesh's timeout.
 class TimeoutError : public RankError {
  public:
   using RankError::RankError;
@@ -64,14 +64,14 @@ class MismatchError : public RankError {
   using RankError::RankError;
 };
 
-// Another rank dropped the step, or failed to set the Reducer up. No rank goes on with it, and all
+// Another rank dropped the step, or failed to set up the Reducer. It failed on every rank, and all
 // may try again.
 class StepAbortedError : public RankError {
  public:
   using RankError::RankError;
 };
 
-// The caller broke a rule of the interface: bad shape, dtype, name, order of calls.
+// The caller violated the interface: bad shape, dtype, name, order of calls.
 class UsageError : public Error {
  public:
   using Error::Error;

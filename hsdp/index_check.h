@@ -1,4 +1,4 @@
-// Indices that callers hand over: of parameters, buckets, units and the like.
+// Checks indices that callers pass, such as those of parameters, buckets and units.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace hsdp {
 
-// `index`, which has to be from 0 to below `count`; else UsageError. `what`: "a bucket below".
+// Throws UsageError unless 0 <= `index` < `count`. `what`: "a bucket below".
 inline std::size_t check_index(std::string_view where, std::string_view what, std::int64_t index,
                                std::int64_t count) {
   if (index < 0 || index >= count) {

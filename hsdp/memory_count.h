@@ -1,6 +1,5 @@
-// Counts the bytes that a Reducer, its hop and what works on its slices hold, by kind, when they
-// are taken and given back: so peaks are true, whenever somebody looks. Copies share the count.
-// Thread-safe.
+// Counts the bytes that a Reducer, its hop and users of its slices hold, by kind, as they are
+// allocated and freed, so peaks are exact. Copies share the count. Thread-safe.
 #pragma once
 
 #include <algorithm>
@@ -14,14 +13,14 @@ namespace hsdp {
 
 enum class MemoryKind : std::uint8_t {
   kCarry,            // fp32 shard sums, also the result
-  kTotal,            // replica-summed totals of groups that are `all` mid-step
-  kStaging,          // buckets on their way
+  kTotal,            // replica-summed totals of groups with sync `all` mid-step
+  kStaging,          // buckets in flight
   kLocalSums,        // full-size, sync = none
   kReplicaHop,       // what the hop keeps
   kSnapshot,         // copies not yet written, and one kept for the next
-  kOptimizer,        // moments and masters of slices
-  kParameterGather,  // messages of small arrays that are being gathered
-  kScratch,          // on a GPU: what kernels and collectives work in
+  kOptimizer,        // moments and master weights of slices
+  kParameterGather,  // messages of small arrays being gathered
+  kScratch,          // on a GPU: work memory of kernels and collectives
 };
 
 class MemoryCount {
@@ -30,10 +29,10 @@ class MemoryCount {
     std::int64_t live = 0;
     std::int64_t peak = 0;
   };
-  // Bytes that count until it dies. Empty: none.
+  // Bytes that count until it is destroyed. Empty: none.
   using Held = std::shared_ptr<const void>;
 
-  // `bytes` that were just taken.
+  // Counts `bytes` that were just allocated.
   [[nodiscard]] Held hold(MemoryKind kind, std::int64_t bytes) const {
     change(*state_, kind, bytes);
     return {nullptr, [state = state_, kind, bytes](const void*) { change(*state, kind, -bytes); }};

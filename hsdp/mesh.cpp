@@ -118,7 +118,7 @@ std::vector<int> order_in(const std::string& description) {
   return {std::istream_iterator<int>(text), {}};
 }
 
-// Every rank checks all of them, so that none goes on into a split that others have left.
+// Every rank checks all of them, so that no rank goes on into a split that others have left.
 void check_agreement(const std::vector<std::string>& all, const std::vector<int>& members) {
   const auto size = all.size();
   const auto of_size = [size](std::size_t r) {
@@ -158,8 +158,8 @@ Mesh::Mesh(const Communicator& job, const MeshOptions& options)
     : state_(std::make_shared<State>()) {
   Communicator parent = job;
   const std::vector<int>& members = job.world_ranks();
-  // A rank that finds its own arguments wrong tells the others before it throws, so that nobody
-  // waits for a split that never comes.
+  // A rank with invalid arguments tells the others before it throws, so that none waits for a split
+  // that never comes.
   std::vector<int> order;
   std::string fault;
   try {
@@ -217,11 +217,11 @@ bool Mesh::closed() const { return !state_ || !state_->world; }
 
 namespace {
 
-// A stale set of another launcher's variables may have been believed.
+// The variables may be stale ones of another launcher.
 std::string with_size_source(const std::string& message) {
   try {
     return message + " (the job's size is " + comm::size_source(comm::detect_launch()) + ")";
-  } catch (const Error&) {  // no descriptor is free to look at the launcher
+  } catch (const Error&) {  // no descriptor is free to detect the launcher
     return message;
   }
 }
@@ -229,7 +229,7 @@ std::string with_size_source(const std::string& message) {
 }  // namespace
 
 Mesh init_mesh(const MeshOptions& options) {
-  check_timeout(options);  // the rest when all ranks can be told
+  check_timeout(options);  // the other options are checked once all ranks can be told
   WorldOptions world;
   world.engine = options.engine;
   world.device = options.device;

@@ -1,4 +1,4 @@
-// How the elements of a buffer are cut over the ranks of a group. Plain data, no communication.
+// How a buffer's elements are divided among the ranks of a group. Plain data, no communication.
 #pragma once
 
 #include <cstddef>
@@ -11,9 +11,9 @@ namespace hsdp {
 // Rank r owns [begin(r), begin(r + 1)) of `count` elements.
 class RowCut {
  public:
-  // The default rule: rows of c = ceil(count / size), the last ones shorter or empty.
+  // The default: rows of c = ceil(count / size), the last ones shorter or empty.
   RowCut(std::int64_t count, int size);
-  // Explicit, non-decreasing offsets; size + 1 of them, the first 0.
+  // Explicit, non-decreasing offsets: size + 1 of them, the first 0.
   explicit RowCut(std::vector<std::int64_t> offsets);
 
   [[nodiscard]] std::int64_t begin(int rank) const {

@@ -1,5 +1,5 @@
 // Non-owning views of memory. The caller keeps the memory alive while a view is in use; every
-// function that takes a view says until when that is.
+// function that takes a view says how long that is.
 #pragma once
 
 #include <cstddef>
@@ -66,8 +66,8 @@ struct ConstTensorView {
 
 using Shape = std::vector<std::int64_t>;
 
-// A read-only gradient of any dense strides, as a framework hands it over. `strides` count
-// elements; empty means row-major. Logical order is row-major over `shape`.
+// A read-only gradient with any dense strides, as frameworks pass it. `strides` count elements;
+// empty means row-major. Logical order is row-major over `shape`.
 struct StridedView {
   const void* data = nullptr;
   Dtype dtype = Dtype::kF32;

@@ -79,7 +79,7 @@ class PieceValidator {
   std::vector<double> doubles_;
 };
 
-// Pieces come in order, so the first finding stays. `squared` is collected apart, in long double.
+// Pieces arrive in order, so the first finding stays. `squared` is kept apart, in long double.
 void merge(const PieceCheck& piece, long double& squared, ParameterCheck& total) {
   total.max_absolute = std::max(total.max_absolute, piece.max_absolute);
   squared += piece.squared;

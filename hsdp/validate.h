@@ -1,5 +1,5 @@
-// Is a snapshot whole and sound? Every byte is read and checked; the replicas must be bitwise equal
-// (partials excepted) and no gradient may hold a NaN or an infinity.
+// Checks that a snapshot is complete and sound: reads and checks every byte. The replicas must be
+// bitwise equal (except partials), and no gradient may contain a NaN or an infinity.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,14 @@ namespace hsdp {
 
 struct ValidateOptions {
   int thread_count = 0;                             // 0: as many as the machine has, up to 8
-  std::function<void(double fraction)> progress{};  // from any thread, one at a time
+  std::function<void(double fraction)> progress{};  // may be called from any thread, one at a time
 };
 
 struct ParameterCheck {
   std::string name;
   Shape shape;
   std::int64_t count = 0;
-  double max_absolute = 0;  // of the finite elements, as is the norm
+  double max_absolute = 0;  // over the finite elements, like the norm
   double norm = 0;
   std::int64_t nonfinite = 0;
   std::int64_t first_nonfinite = -1;  // index in the flattened parameter
@@ -40,7 +40,7 @@ struct Validation {
   [[nodiscard]] bool sound() const { return parameters.empty() || parameters.front().sound(); }
 };
 
-// SnapshotError when the snapshot is damaged.
+// Throws SnapshotError if the snapshot is damaged.
 [[nodiscard]] Validation validate_snapshot(const Snapshot& snapshot,
                                            const ValidateOptions& options = {});
 

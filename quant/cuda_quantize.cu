@@ -8,7 +8,7 @@
 namespace hsdp::quant {
 namespace {
 
-// What a kernel writes to the word of a flag.
+// The plain word behind a flag, which a kernel writes.
 std::uint32_t* word_of(std::atomic<std::uint32_t>* flag) {
   return reinterpret_cast<std::uint32_t*>(flag);
 }

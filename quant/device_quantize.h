@@ -1,8 +1,8 @@
-// The bodies of the CUDA kernels of quantize.h: a block works on one tile at a time, and keeps its
-// numbers in shared memory between the phases, so that global memory is passed over once. Internal
-// to quant/.
+// The bodies of the CUDA kernels of quantize.h. A block works on one tile at a time and keeps its
+// values in shared memory between the phases, so that it reads global memory once. Internal to
+// quant/.
 //
-// A unit is eight elements of a group in their order, the last one of a short group fewer: a word
+// A unit is eight consecutive elements of a group, or fewer at the end of a short group: one word
 // of int4 codes.
 #pragma once
 
@@ -27,14 +27,13 @@ constexpr int kMostTileUnits = kTileElements / kUnitElements;
 constexpr int kUnitsAThread = kMostTileUnits / Block::kThreads;
 static_assert(kMostTileUnits % Block::kThreads == 0);
 
-// The units of a group, by which a GPU divides faster where their number is a power of two.
+// The units per group. A GPU divides faster if their number is a power of two.
 struct UnitCut {
   explicit UnitCut(int group_size_ = 64)
       : group_size(group_size_), units(group_size_ / kUnitElements) {
     const auto number = static_cast<unsigned>(units);
     if (std::has_single_bit(number)) shift = std::countr_zero(number);
   }
-  // The group of a tile's unit.
   [[nodiscard]] HSDP_HOST_DEVICE int group_of(int unit) const {
     return shift >= 0 ? unit >> shift : unit / units;
   }
@@ -60,9 +59,9 @@ struct TileCut {
 
 struct Unit {
   TileGroup group;
-  std::int32_t first = 0;  // its first element, in the tile
-  std::int32_t place = 0;  // of that, in the group
-  std::int32_t count = 0;  // none: the group is short
+  std::int32_t first = 0;  // first element, in the tile
+  std::int32_t place = 0;  // of the first element, in the group
+  std::int32_t count = 0;  // 0: the group is short
 };
 
 HSDP_HOST_DEVICE inline Unit unit_of(const TileCut& tile, const UnitCut& cut, int number) {
@@ -76,7 +75,7 @@ HSDP_HOST_DEVICE inline Unit unit_of(const TileCut& tile, const UnitCut& cut, in
   return unit;
 }
 
-// Those behind a unit's count are 0. Moved 16 bytes at a time.
+// Values past a unit's count are 0. Moved 16 bytes at a time.
 struct alignas(16) UnitValues {
   float values[kUnitElements];
 };
@@ -112,7 +111,7 @@ HSDP_HOST_DEVICE inline void store_floats(const UnitValues& unit, float* to, std
   }
 }
 
-// Bytes at any address.
+// `codes` may lie at any address.
 HSDP_HOST_DEVICE inline UnitValues decode_bytes(const std::int8_t* codes, float scale,
                                                 std::int32_t count) {
   std::uint32_t words[2] = {};
@@ -134,7 +133,7 @@ HSDP_HOST_DEVICE inline UnitValues decode_bytes(const std::int8_t* codes, float 
   return result;
 }
 
-// Code `k` of a word of int4 codes, without the conversion of an integer, which takes a GPU longer.
+// Code `k` of a word of int4 codes. Avoids converting an integer, which is slower on a GPU.
 HSDP_HOST_DEVICE inline float code_in_word(std::uint32_t word, int k) {
   constexpr std::uint32_t kUnitIsOneBits = 0x4b000000U;  // 2^23
   return std::bit_cast<float>((word >> (4 * k) & 15U) | kUnitIsOneBits) - (0x1p23F + 8.0F);
@@ -153,7 +152,6 @@ HSDP_HOST_DEVICE inline void store_scale(float scale, std::byte* to, Dtype dtype
   }
 }
 
-// A unit of a message, decoded.
 HSDP_HOST_DEVICE inline UnitValues decode_unit(const std::byte* codes, float scale, Code code,
                                                const Unit& unit) {
   UnitValues result{};
@@ -214,7 +212,7 @@ HSDP_HOST_DEVICE inline void store_codes(const UnitCodes& unit, std::int32_t cou
   }
 }
 
-// To any address.
+// `to` may be any address.
 HSDP_HOST_DEVICE inline void store_bytes(const UnitCodes& unit, std::int32_t count,
                                          std::int8_t* to) {
   if (count == kUnitElements && reinterpret_cast<std::uintptr_t>(to) % 4 == 0) {
@@ -228,9 +226,9 @@ HSDP_HOST_DEVICE inline void store_bytes(const UnitCodes& unit, std::int32_t cou
 }
 
 struct QuantizeBody {
-  static constexpr int kResident = 4;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 4;  // minimum blocks per multiprocessor
   struct Shared {
-    // The halves of all units: a warp's accesses of 16 bytes then meet no bank twice.
+    // Halves of all units: a warp's accesses of 16 bytes then have no bank conflicts.
     alignas(16) float values[2][kMostTileUnits][kUnitElements / 2];
     std::uint32_t tops[kMostTileGroups];  // magnitude bits
     GroupScaling scalings[kMostTileGroups];
@@ -288,8 +286,8 @@ struct QuantizeBody {
     });
   }
 
-  // h of every unit, and the largest magnitude of each group. A thread's units are read together:
-  // the memory is far.
+  // Reads h of every unit and finds the largest magnitude of each group. Each thread loads all its
+  // units together, to hide the latency of memory.
   HSDP_HOST_DEVICE void read(const Block& block, const GroupTile& tile, const TileCut& tile_cut,
                              Shared& shared) const {
     const int units = tile_cut.groups * cut.units;
@@ -323,7 +321,7 @@ struct QuantizeBody {
     });
   }
 
-  // Where an element of the tile has its error, and a group its scale.
+  // Where the error of a tile's element lies, and the scale of its group.
   [[nodiscard]] HSDP_HOST_DEVICE static std::int64_t error_place(const ErrorState& state,
                                                                  const GroupTile& tile,
                                                                  std::int32_t element) {
@@ -343,7 +341,7 @@ struct QuantizeBody {
                         before.scales[scale_place(before, tile, unit.group.number)], unit.count);
   }
 
-  // Of the received messages, in their order.
+  // The sum of the received messages, in their order.
   [[nodiscard]] HSDP_HOST_DEVICE UnitValues sum_of(const TilePlace& first, const Unit& unit) const {
     const GroupFormat& format = received.first.format;
     const std::byte* codes = first.codes_of(unit.group.number);
@@ -437,7 +435,7 @@ struct QuantizeBody {
     }
   }
 
-  // The scalings of all groups, from their tops.
+  // Computes the scalings of all groups from their tops.
   HSDP_HOST_DEVICE void scale(const Block& block, const TilePlace& to, int groups,
                               Shared& shared) const {
     const ScalingRule rule = scaling_rule(out.format.code, out.format.scale_dtype);
@@ -522,7 +520,7 @@ struct QuantizeBody {
       for (int k = 0; k < kUnitElements; ++k) codes.codes[k] = code_of(error.values[k], scaling);
     } else if (!marked) {
       PhiloxWords words{};
-      std::int64_t drawn = -1;  // which 16 elements these are for
+      std::int64_t drawn = -1;  // index of the 16 elements these belong to
       HSDP_UNROLL
       for (int k = 0; k < kUnitElements; ++k) {
         const std::int64_t flat = tile.flat_offset + unit.first + k;

@@ -1,5 +1,5 @@
-// Numbers for stochastic rounding: a function of an element's place alone, so that they are the
-// same whatever the threads, the block shapes and the order.
+// Numbers for stochastic rounding. They depend only on an element's place, not on threads, block
+// shapes or order.
 //
 // Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Sixteen
 // elements share a counter {element / 16, parameter, step, stream}; their bytes are those of the
@@ -18,7 +18,7 @@ struct Dither {
   std::uint32_t stream = 0;
 };
 
-constexpr int kDitherElements = 16;  // of one counter
+constexpr int kDitherElements = 16;  // per counter
 
 struct PhiloxWords {
   std::uint32_t words[4];
@@ -41,7 +41,7 @@ HSDP_HOST_DEVICE constexpr PhiloxWords philox(PhiloxWords counter, std::uint64_t
   return counter;
 }
 
-// Of the 16 elements that element `flat_offset` of the flattened parameter lies among.
+// The words for the 16 elements around element `flat_offset` of the flattened parameter.
 HSDP_HOST_DEVICE constexpr PhiloxWords dither_words(const Dither& dither, std::int32_t parameter,
                                                     std::int64_t flat_offset) {
   return philox({{static_cast<std::uint32_t>(flat_offset / kDitherElements),

@@ -5,13 +5,13 @@
 namespace hsdp::quant {
 namespace {
 
-// A window's errors begin at such multiples, so that they can be cleared by words.
+// A window's errors begin at multiples of this, so that they can be cleared in words.
 constexpr std::int64_t kPlaceElements = 64;
 
 std::int64_t error_bytes(Dtype dtype) { return dtype == Dtype::kF32 ? 4 : 1; }
 
 void clear_bytes(std::byte* data, std::int64_t bytes, const Stream& stream) {
-  kernels::CastAndPack args;  // of no gradient: zeros
+  kernels::CastAndPack args;  // without a gradient: packs zeros
   args.count = bytes / 4;
   args.out = data;
   kernels::cast_and_pack(args, stream);

@@ -1,9 +1,9 @@
-// The errors that a hop keeps from step to step, for some windows of its buckets: those of the last
-// clean step, and beside them those of the step under way. Each window is written apart, so a step
-// that reduces only some of them leaves the rest alone.
+// The errors that a hop keeps from step to step for some windows of its buckets: those after the
+// last clean step, and those of the current step. Windows are independent: a step that reduces only
+// some of them does not change the others.
 //
-// Memory is taken when it is made. Not thread-safe: before() and after() on the thread that
-// enqueues reductions, the rest between steps.
+// The constructor allocates the memory. Not thread-safe: call next() on the thread that enqueues
+// reductions, and everything else between steps.
 #pragma once
 
 #include <cstddef>
@@ -19,28 +19,28 @@ namespace hsdp::quant {
 
 class ErrorStates {
  public:
-  struct Extent {  // of a window, at most
+  struct Extent {  // upper bounds for a window
     std::int64_t elements = 0;
     std::int64_t groups = 0;
   };
   // `dtype`: u8 for int8 codes with fp32 scales, or f32.
   ErrorStates(Dtype dtype, const std::vector<Extent>& windows, Device device);
-  // Bytes of one of the two.
+  // Size in bytes of one copy; there are two.
   [[nodiscard]] static std::int64_t bytes(Dtype dtype, const std::vector<Extent>& windows);
 
   struct Step {
     ErrorState before;
     ErrorState after;
   };
-  // Of a window's next reduction in this step: a later one goes on from the one before. `cleared`:
-  // from zero; enqueues that in `stream`.
+  // The errors before and after a window's next reduction in this step. Repeated reductions build
+  // on each other. `cleared`: start from zero, which this enqueues in `stream`.
   [[nodiscard]] Step next(std::size_t window, bool cleared, const Stream& stream);
-  // What the step has written stands, or was never there.
+  // Keep or discard what the step has written.
   void commit();
   void drop();
-  // After the last clean step.
+  // The errors after the last clean step.
   [[nodiscard]] ErrorState state(std::size_t window) const;
-  // Enqueues zeros for every window that the step has not written: with commit(), all start afresh.
+  // Enqueues zeros for every window not written in this step, so that commit() resets them all.
   void clear_unwritten(const Stream& stream);
 
  private:
@@ -48,8 +48,8 @@ class ErrorStates {
     std::int64_t element = 0;
     std::int64_t group = 0;
     Extent extent;
-    std::uint8_t bank = 0;  // where its committed errors are
-    bool written = false;   // in the other one, in this step
+    std::uint8_t bank = 0;  // holds the committed errors
+    bool written = false;   // the other bank, in this step
   };
   [[nodiscard]] ErrorState at(const Place& place, std::size_t bank) const;
   void clear(const Place& place, std::size_t bank, const Stream& stream) const;

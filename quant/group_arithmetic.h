@@ -1,4 +1,4 @@
-// What the kernels do to a group and to one element, in one place for the host and CUDA.
+// What the kernels do to a group and to one element; the host and CUDA share this code.
 //
 //   h       = g * factor + e                          or: a sum of decoded rows, + e
 //   top     = the largest |h| of the group, taken on the bits
@@ -9,8 +9,8 @@
 //   e'      = beta * e + (1 - beta) * (h - d)
 //
 // All in fp32, each operation rounded once, to nearest even, never contracted. A group with a NaN
-// or an infinity is marked: its scale is a NaN, its codes are 0.
-// e' is kept as fp32, or in the same way with 127 levels and an fp32 scale.
+// or an infinity is marked: its scale is a NaN and its codes are 0. e' is stored as fp32, or
+// quantized the same way with 127 levels and an fp32 scale.
 //
 // Sources: symmetric block quantization with 7 levels as in SDP4Bit (Jia et al., 2024), error
 // feedback of LoCo (Xie et al., arXiv 2407.04480) [Note: levels and scales].
@@ -29,11 +29,11 @@ using kernels::magnitude_bits;
 
 constexpr std::uint32_t kInfinityBits = 0x7f800000U;
 constexpr std::uint32_t kMarkBits = 0x7fc00000U;  // the scale of a marked group
-// A group whose top is tiny is lifted first, else its inverse could be infinite.
+// A group with a tiny top is lifted first; otherwise its inverse could be infinite.
 constexpr float kTiny = 0x1p-64F;
 constexpr float kLift = 0x1p64F;
 
-// How one group is coded.
+// How one group is quantized.
 struct GroupScaling {
   float scale = 0.0F;
   float lift = 1.0F;
@@ -43,7 +43,7 @@ struct GroupScaling {
 // The same for all groups of a kernel.
 struct ScalingRule {
   float levels = 7.0F;
-  float most = 0.0F;  // of a scale: `levels` times it is still finite
+  float most = 0.0F;  // largest scale: `levels` times it is still finite
   bool to_bf16 = false;
 };
 
@@ -55,7 +55,7 @@ HSDP_HOST_DEVICE constexpr ScalingRule scaling_rule(Code code, Dtype scale_dtype
   return {int4 ? 7.0F : 127.0F, std::bit_cast<float>(to_bf16 ? most & 0xffff0000U : most), to_bf16};
 }
 
-// The next bf16 that is not below a value of at least 0.
+// The smallest bf16 that is at least `value`, for value >= 0.
 HSDP_HOST_DEVICE constexpr float up_to_bf16(float value) {
   return std::bit_cast<float>((std::bit_cast<std::uint32_t>(value) + 0xffffU) & 0xffff0000U);
 }
@@ -73,9 +73,9 @@ HSDP_HOST_DEVICE inline GroupScaling scaling_of(std::uint32_t top_bits, const Sc
   return {scale, lift, scale == 0.0F ? 0.0F : 1.0F / (scale * lift)};
 }
 
-constexpr float kUnitIsOne = 0x1.8p23F;  // where a float's last place is worth 1
+constexpr float kUnitIsOne = 0x1.8p23F;  // floats near it have a last place worth 1
 
-// Rounds to an integer, to nearest even; |x| < 2^22.
+// Rounds to the nearest integer, ties to even; |x| < 2^22.
 HSDP_HOST_DEVICE inline std::int32_t rounded(float x) {
   return static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(x + kUnitIsOne)) -
          static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(kUnitIsOne));

@@ -24,7 +24,7 @@ ErrorState moved(const ErrorState& errors, std::int64_t elements, std::int64_t g
   return result;
 }
 
-// Errors in a message: scales, and codes up to a multiple of 4 bytes; or values.
+// The size of errors in a message: scales and codes, padded to 4 bytes, or values.
 std::int64_t message_bytes_of(Dtype dtype, const ErrorStates::Extent& extent) {
   if (dtype == Dtype::kF32) return 4 * extent.elements;
   return 4 * extent.groups + padded(extent.elements, 4);
@@ -86,7 +86,7 @@ void HopErrors::end_step(bool clean, bool cleared, const LocoExchange& exchange)
   }
 }
 
-// Cuts lie at groups, or where a slice begins or ends.
+// Pieces are cut at groups, and where a slice begins or ends.
 void HopErrors::add_pieces(std::span<const GroupTile> tiles, bool gathered,
                            const ErrorState& errors, std::vector<Piece>& to) const {
   const std::size_t first_piece = to.size();
@@ -213,7 +213,7 @@ SavedState HopErrors::joined(Communicator& replicas, SavedHeader header) const {
   quant::append(header, all);
   if (gathered_) {
     const RowCut cut = message_cut();
-    // What a replica's errors are in the message.
+    // Visits a replica's errors in the message.
     const auto visit = [&](int owner, const auto& visitor) {
       std::byte* at = message_.data() + cut.begin(owner);
       for (std::size_t w = 0; w < maps_.size(); ++w) {

@@ -1,7 +1,7 @@
-// The errors of both halves of a hop: of all windows that it sends, and on their way back of those
-// that this replica owns [Note: who keeps which error].
+// The errors of both halves of a hop: of all windows that it sends, and on the way back of the
+// windows that this replica owns [Note: who keeps which error].
 //
-// Used between steps by one thread, in a step by the one that enqueues reductions.
+// Not thread-safe. During a step only the thread that enqueues reductions may use it.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ class HopErrors {
     double beta = 0.8;
     bool gathered = true;  // the gathered half keeps errors, too
   };
-  // `names` of the plan's parameters, the maps of all windows.
+  // `names` of the plan's parameters, `maps` of all windows.
   HopErrors(const Kind& kind, const HopPlan& plan, std::vector<std::string> names,
             std::vector<GroupMap> maps);
 
@@ -37,27 +37,27 @@ class HopErrors {
 
   [[nodiscard]] LocoExchange::Errors next(std::size_t window, bool cleared,
                                           const LocoExchange& exchange);
-  // `cleared`: the step has cleared all errors, those too that it did not reduce.
+  // `cleared`: the step has cleared all errors, even those of windows it did not reduce.
   void end_step(bool clean, bool cleared, const LocoExchange& exchange);
 
-  // Between steps, when nothing is under way.
-  [[nodiscard]] std::vector<HopState> state() const;  // the errors alone
+  // Call the rest between steps, when nothing is in progress.
+  [[nodiscard]] std::vector<HopState> state() const;  // only the errors
   void scale(float factor) const;
-  // UsageError, and nothing has changed, where elements have none in `saved`; unless it may be so.
+  // Throws UsageError, and changes nothing, if `all` is set and `saved` lacks errors of an element.
   void load(const SavedState& saved, bool all);
-  // Takes the memory that joined() needs.
+  // Allocates the memory that joined() needs.
   void reserve_to_join();
-  // Collective over `replicas`: this replica's errors, and the gathered half's of all.
+  // Collective over `replicas`: this replica's errors, and all gathered halves.
   [[nodiscard]] SavedState joined(Communicator& replicas, SavedHeader header) const;
   // Where this replica's errors lie, by parameter.
   using Places = std::map<std::string, std::vector<ErrorPlace>>;
   [[nodiscard]] Places places() const;
-  // UsageError unless it has been the same replica, and has errors of all that `now` sends of the
-  // parameters that they have in common.
+  // Throws UsageError if `now` is another replica, or if this lacks errors that `now` needs for
+  // their common parameters.
   void require_fits(const HopErrors& now) const;
 
  private:
-  // Errors of a run of a parameter, and where they are kept.
+  // The errors of a run of a parameter, and where they lie.
   struct Piece {
     int parameter = 0;
     bool gathered = false;
@@ -81,8 +81,8 @@ class HopErrors {
   int replicas_ = 0;
   int replica_ = 0;
   std::unique_ptr<ErrorStates> scattered_;
-  std::unique_ptr<ErrorStates> gathered_;  // of as many elements as any replica may own; or null
-  Buffer message_;                         // to join them
+  std::unique_ptr<ErrorStates> gathered_;  // sized for any replica's share; may be null
+  Buffer message_;                         // for joined()
   MemoryCount::Held held_;
 };
 

@@ -1,6 +1,4 @@
-// How far the quantized gradients of a step were from those that it was given, by parameter.
-//
-// Not thread-safe.
+// How far a step's quantized gradients were from the originals, by parameter.
 #pragma once
 
 #include <cstddef>
@@ -20,14 +18,14 @@ class HopFigures {
   HopFigures(std::vector<std::string> names, std::vector<GroupMap> maps, Device device);
 
   struct Window {
-    TileFigures* scattered = nullptr;  // of all its tiles
-    TileFigures* gathered = nullptr;   // of those that this replica owns
+    TileFigures* scattered = nullptr;  // for all its tiles
+    TileFigures* gathered = nullptr;   // for the tiles that this replica owns
   };
-  // Where a window's next reduction writes them.
+  // Where a window's next reduction writes its figures.
   [[nodiscard]] Window next(std::size_t window);
-  // Forgets what was written in this step.
+  // Discards what this step has written.
   void drop();
-  // What was written in this step, which the device is done with, and forgets it.
+  // Returns and discards what this step has written. The device must have finished with it.
   [[nodiscard]] std::vector<QuantizationError> take(int replica);
 
  private:

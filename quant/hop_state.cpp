@@ -22,7 +22,7 @@ constexpr std::string_view kGatherPart = "gather";
       {.where = "loco: load_state", .expected = expected, .got = got, .remedy = remedy});
 }
 
-// "r12" after 'r': 12. Nothing for anything else.
+// "r12" with 'r' gives 12; nothing for any other text.
 std::optional<std::int64_t> number_after(char letter, std::string_view text) {
   if (text.size() < 2 || text.front() != letter) return std::nullopt;
   std::int64_t value = 0;
@@ -99,7 +99,7 @@ void require_finite(const std::string& key, std::span<const float> values) {
   refuse("finite numbers in '" + key + "'", std::to_string(*found));
 }
 
-// A group of errors in int8: codes, and its scale.
+// Quantizes a group of errors to int8; returns its scale.
 float encode(std::span<const float> values, std::int8_t* codes) {
   std::uint32_t top = 0;
   for (const float value : values) top = std::max(top, magnitude_bits(value));

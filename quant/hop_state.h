@@ -1,9 +1,9 @@
-// A hop's errors as they are saved: apart from any hop, in host memory, for hops with other
+// A hop's saved errors, in host memory and independent of any hop: other hops may have other
 // buckets, owners, replica counts or options.
 //
 // Keys are "{parameter}/r{replica}/o{flat offset}/{kind}" and, for the gathered half,
-// "{parameter}/gather/o{flat offset}/{kind}"; kinds are "codes" (int8 in bytes) with "scales"
-// (fp32, one a group), or "values" (fp32). Of the hop as a whole: "steps", "replicas" and
+// "{parameter}/gather/o{flat offset}/{kind}". Kinds are "codes" (int8, as bytes) with "scales"
+// (fp32, one per group), or "values" (fp32). Keys of the whole hop: "steps", "replicas" and
 // "group_size" (i64), "err_beta" (f64).
 //
 // Not thread-safe.
@@ -26,12 +26,12 @@ namespace hsdp::quant {
 struct ErrorPlace {
   static constexpr int kGathered = -1;
   std::string parameter;
-  int replica = 0;  // whose errors; kGathered: of the gathered half
+  int replica = 0;  // whose errors; kGathered: the gathered half's
   std::int64_t flat_offset = 0;
   std::int64_t count = 0;
 };
 
-// Either codes and scales or values.
+// Either codes and scales, or values.
 struct SavedErrors {
   ErrorPlace place;
   std::vector<std::int8_t> codes;
@@ -46,28 +46,28 @@ struct SavedHeader {
   double err_beta = 0.0;
 };
 
-// Groups that lie in [begin, end) of a flattened parameter, also in part.
+// How many groups overlap [begin, end) of a flattened parameter.
 [[nodiscard]] std::int64_t groups_between(std::int64_t begin, std::int64_t end,
                                           std::int64_t group_size);
 
-// Points to `header`.
+// The appended entries point into `header`.
 void append(SavedHeader& header, std::vector<HopState>& to);
 [[nodiscard]] std::string error_key(const ErrorPlace& place, std::string_view kind);
 struct ErrorKey {
-  ErrorPlace place;  // without a count
+  ErrorPlace place;  // with count 0
   std::string kind;
 };
-// Nothing for a key of the hop as a whole; UsageError for what is no key.
+// Nothing for a key of the whole hop. Throws UsageError for an invalid key.
 [[nodiscard]] std::optional<ErrorKey> parse_error_key(const std::string& key);
 
 // Whether replica `now` of `replicas` takes over errors of replica `before` of `replicas_before`:
-// where the replicas are intervals of one line, these two overlap.
+// each set of replicas divides one line into equal intervals, and these two overlap.
 [[nodiscard]] bool takes_over(std::int64_t before, std::int64_t replicas_before, std::int64_t now,
                               std::int64_t replicas);
 
 class SavedState {
  public:
-  // Copies it. UsageError unless it is a state that LocoHop has saved.
+  // Copies `state`. Throws UsageError unless LocoHop has saved it.
   explicit SavedState(std::span<const HopState> state);
 
   [[nodiscard]] const SavedHeader& header() const { return header_; }
@@ -76,39 +76,39 @@ class SavedState {
     std::int64_t replicas = 0;
     std::int64_t group_size = 0;
     double err_beta = 0.0;
-    bool as_values = false;  // else codes and scales
+    bool as_values = false;  // otherwise codes and scales
   };
-  // The errors of a place in a hop of that kind; zero where some are not known, `*missing` counts
-  // these elements. Codes are kept as they are where replicas and groups are the same; otherwise
-  // they are decoded, and coded anew; UsageError where that leaves fp32's range. A replica that
-  // covers several old ones takes their sum, one that covers a part takes that part; another beta
-  // leaves what is owed, e / (1 - beta), alone.
+  // The errors of `place` for a hop with these settings. Unknown ones are zero; `*missing` counts
+  // them. With the same replicas and groups, codes are kept. Otherwise they are decoded and
+  // quantized again; throws UsageError if a value exceeds fp32's range. A replica that covers
+  // several old ones takes their sum, and one that covers a part takes that part. A new beta
+  // preserves what is owed, e / (1 - beta).
   [[nodiscard]] SavedErrors errors_of(const ErrorPlace& place, const Wanted& wanted,
                                       std::int64_t* missing) const;
   void scale(float factor);
-  // UsageError unless all of it is of those parameters, which have so many elements.
+  // Throws UsageError unless all errors lie within `parameters`, given with their element counts.
   void require_parts_of(const std::map<std::string, std::int64_t>& parameters) const;
-  // Appends what it was made of, in its own memory.
+  // Appends the state that this was made from. The entries point into this object.
   void append_to(std::vector<HopState>& state);
 
  private:
-  // Of one parameter and replica, by offset.
+  // The errors of one parameter and replica, by offset.
   using Row = std::map<std::int64_t, SavedErrors>;
   struct Found {
     const SavedErrors* errors = nullptr;
     std::int64_t group_begin = 0;
     std::int64_t group_end = 0;
   };
-  // What a place's errors are made of: the sum of each row times its weight.
+  // One source of a place's errors: they are the sum of the rows times their weights.
   struct Source {
-    const Row* row = nullptr;     // null: not known
+    const Row* row = nullptr;     // null: unknown
     std::optional<float> weight;  // none: 1
   };
   [[nodiscard]] const Row* row_of(const std::string& parameter, int replica) const;
   [[nodiscard]] std::vector<Source> sources_of(const ErrorPlace& place,
                                                std::int64_t replicas) const;
   [[nodiscard]] Found find(const Row& row, std::int64_t element) const;
-  // to (+)= source * factor, from element `begin` on; returns how many were not found.
+  // to (+)= source * factor, from element `begin` on; returns how many elements are unknown.
   std::int64_t add_decoded(const Source& source, std::int64_t begin, float factor, bool is_first,
                            std::span<float> to) const;
 

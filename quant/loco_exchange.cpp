@@ -8,7 +8,7 @@
 namespace hsdp::quant {
 namespace {
 
-// In flight together: enough that neither a codec nor a wire waits for the other.
+// Windows in flight: enough that codec and wire never wait for each other.
 constexpr std::size_t kHostSlots = 8;
 constexpr std::size_t kCudaSlots = 3;
 
@@ -19,7 +19,7 @@ TensorView bytes_at(const Buffer& buffer, std::int64_t begin, std::int64_t lengt
 bool is_pending(const Event& event) {
   try {
     return !event.complete();
-  } catch (const std::exception&) {  // of a device that has failed
+  } catch (const std::exception&) {  // the device has failed
     return false;
   }
 }
@@ -127,7 +127,7 @@ void LocoExchange::bind(Communicator scatter, Communicator gather) {
 }
 
 void LocoExchange::finish() noexcept {
-  bool hangs = false;  // the GPU, in a collective that nobody can end, and the rest waits for that
+  bool hangs = false;  // the GPU, in a collective that cannot be ended; later work waits for it
   for (Stream* const stream : {&encode_, &scatter_wire_, &sum_, &gather_wire_, &decode_}) {
     Event done;
     try {
@@ -139,7 +139,7 @@ void LocoExchange::finish() noexcept {
       } else {
         done.wait();
       }
-    } catch (const std::exception&) {  // was the Event's
+    } catch (const std::exception&) {  // the Event's error
       hangs = is_pending(done);
     }
   }

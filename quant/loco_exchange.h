@@ -1,5 +1,5 @@
-// How a quantized bucket gets over the replicas: in windows, each in five stages that run beside
-// those of other windows [Note: windows in flight].
+// Sends a quantized bucket to the other replicas in windows. Each window passes through five
+// stages, which overlap with those of other windows [Note: windows in flight].
 //
 //   encode    shard sums x factor + error -> a message with a row for each replica
 //   scatter   all-to-all: every replica gets its row of all messages
@@ -7,7 +7,7 @@
 //   gather    all-gather
 //   decode    the whole message -> means, the same bits on every replica
 //
-// Used by one thread; the stages run on streams of its own.
+// Not thread-safe; each stage runs on its own stream.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ struct ExchangeFormats {
   GroupFormat gathered;
 };
 
-// What of a bucket travels together. Cut at groups.
+// A part of a bucket that travels together. Cut at groups.
 struct LocoWindow {
   LocoWindow(std::vector<ParameterRange> runs, const ExchangeFormats& formats, int replicas,
              Device device);
@@ -41,7 +41,7 @@ struct LocoWindow {
   GroupMap map;
   MessageLayout scattered;
   MessageLayout gathered;
-  // On the device; on the host what the map and the layouts hold.
+  // On the device; on the host, the memory of the map and the layouts.
   Buffer tables;
   std::span<const GroupTile> tiles;
   const MessageRow* scattered_rows = nullptr;
@@ -50,7 +50,7 @@ struct LocoWindow {
   [[nodiscard]] std::span<const GroupTile> own_tiles(int replica) const;
 };
 
-// The windows of a bucket's ranges, all but the last about equally large.
+// Cuts a bucket's ranges into windows of about equal size, except for the last.
 [[nodiscard]] std::vector<std::vector<ParameterRange>> cut_into_windows(
     std::span<const ParameterRange> ranges, int group_size, std::int64_t window_elements);
 
@@ -63,7 +63,7 @@ class LocoExchange {
   [[nodiscard]] int replica() const { return scatter_.rank(); }
 
   void bind(Communicator scatter, Communicator gather);
-  // Waits for what is under way, and throws nothing.
+  // Waits for work in flight; never throws.
   void finish() noexcept;
 
   struct Errors {
@@ -76,19 +76,19 @@ class LocoExchange {
     bool dithers = false;
     std::uint64_t seed = 0;
     std::uint32_t step = 0;
-    std::uint32_t repeat = 0;                  // reductions of the bucket earlier in the step
-    TileFigures* scattered_figures = nullptr;  // of the window's tiles
-    TileFigures* gathered_figures = nullptr;   // of its own ones
+    std::uint32_t repeat = 0;                  // earlier reductions of the bucket in this step
+    TileFigures* scattered_figures = nullptr;  // for the window's tiles
+    TileFigures* gathered_figures = nullptr;   // for the tiles this replica owns
   };
-  // Enqueues a window, whose sums stand once `ready` is complete.
+  // Enqueues a window whose shard sums are complete after `ready`.
   void reduce(std::size_t window, const Arguments& arguments, const Errors& errors,
               const Event& ready);
-  // Completes when all windows so far are decoded.
+  // Completes when all windows enqueued so far are decoded.
   [[nodiscard]] Event decoded() { return decode_.record(); }
-  // The stream in which errors are read and written first.
+  // The streams that read and write scattered errors, and gathered ones.
   [[nodiscard]] const Stream& encode_stream() const { return encode_; }
   [[nodiscard]] const Stream& sum_stream() const { return sum_; }
-  // Sums as they are, in the order of the windows.
+  // Sums `args` without quantization, in order with the windows.
   [[nodiscard]] Event all_reduce(const AllReduce& args, const Event& ready);
 
  private:
@@ -110,7 +110,7 @@ class LocoExchange {
   MemoryCount::Held held_;
   Communicator scatter_;
   Communicator gather_;
-  Stream encode_ = Stream::inline_host();  // streams of the device from bind() on
+  Stream encode_ = Stream::inline_host();  // bind() replaces them with streams of the device
   Stream scatter_wire_ = Stream::inline_host();
   Stream sum_ = Stream::inline_host();
   Stream gather_wire_ = Stream::inline_host();

@@ -47,8 +47,8 @@ struct LocoHop::Parts {
   struct BucketWindows {
     std::size_t first = 0;
     std::size_t end = 0;
-    bool is_excluded = false;              // all of it
-    std::vector<ParameterRange> excluded;  // of it, else: rows of replica_hook have both
+    bool is_excluded = false;              // the whole bucket
+    std::vector<ParameterRange> excluded;  // or parts of it: rows of replica_hook mix both
   };
   struct Kept {
     SavedState state;
@@ -76,7 +76,7 @@ struct LocoHop::Parts {
   void move_errors();
   void take_figures();
 
-  // Between steps.
+  // Called between steps.
   void require_no_step(const char* what) const;
   [[nodiscard]] HopErrors* current() const { return before ? before.get() : errors.get(); }
   [[nodiscard]] SavedHeader make_header() const {
@@ -88,29 +88,29 @@ struct LocoHop::Parts {
   LocoOptions options;
   ExchangeFormats formats;
   std::atomic<std::int64_t> steps = 0;
-  std::atomic<bool> in_step = false;  // something was reduced, and how it ends is not known yet
-  std::uint32_t scaled = 0;           // names the factors of scale_errors()
+  std::atomic<bool> in_step = false;  // a reduction began; the step's outcome is unknown
+  std::uint32_t scaled = 0;           // hash of the factors given to scale_errors()
   Reduction reduction = Reduction::kExact;
   std::vector<std::string> names;
-  std::map<std::string, std::int64_t> counts;  // elements of each
-  std::set<std::string> matched;               // patterns
+  std::map<std::string, std::int64_t> counts;  // elements per parameter
+  std::set<std::string> matched;               // patterns that have matched
   std::vector<BucketWindows> buckets;
-  std::vector<AllReduce> sums;         // of excluded buckets, as they will be called
-  std::vector<std::uint32_t> repeats;  // of each bucket, in the step under way
+  std::vector<AllReduce> sums;         // the calls for excluded buckets
+  std::vector<std::uint32_t> repeats;  // per bucket, in the current step
   Communicator scatter;
   Communicator gather;
   int replicas = 0;                   // 0: never bound; 1: unused
   std::unique_ptr<HopErrors> errors;  // null: no error feedback
-  // Those of the buckets before, until the first reduction of these ones, when all replicas are
-  // there to exchange what changes its owner.
+  // The errors of the previous buckets. The first reduction with the new ones exchanges those that
+  // change owners, since all replicas take part in it.
   std::unique_ptr<HopErrors> before;
-  std::atomic<bool> moves = false;  // so it was when the step began
+  std::atomic<bool> moves = false;  // before != nullptr, as of the start of the step
   std::optional<Kept> kept;         // loaded before bind(), until the first reduction
   HopFigures figures;
   bool has_warned = false;
-  std::mutex mutex;  // of the next
+  std::mutex mutex;  // guards the next member
   std::vector<QuantizationError> quantization_error;
-  SavedHeader header;  // what state() points to
+  SavedHeader header;  // state() points into it
   std::unique_ptr<LocoExchange> exchange;
 };
 
@@ -133,7 +133,7 @@ std::int64_t LocoHop::steps() const {
 
 std::string LocoHop::describe() const { return quant::describe(parts_->options); }
 
-// Ranks whose errors have come apart learn it here.
+// Differs between ranks whose errors have diverged.
 std::string LocoHop::word() const {
   std::string text = std::to_string(parts_->steps) + " steps";
   if (parts_->scaled != 0) {
@@ -153,7 +153,7 @@ int LocoHop::bucket_class(const HopParameter& parameter) const {
   return is_excluded(parts_->options, parameter.name) || parameter.dtype == Dtype::kF64 ? 1 : 0;
 }
 
-// Once: what they matched may be frozen later.
+// Each pattern has to match once: its parameters may be frozen later.
 void LocoHop::Parts::require_patterns_match(const HopPlan& plan) {
   for (const std::string& pattern : options.exclude) {
     LocoOptions one;
@@ -256,7 +256,7 @@ void LocoHop::bind(Communicator scatter, Communicator gather) {
 
 void LocoHop::set_unused() {
   Parts& parts = *parts_;
-  if (parts.scatter) return;  // somebody else, who has several replicas, uses it
+  if (parts.scatter) return;  // in use by another owner, which has several replicas
   if (parts.kept) parts.steps = parts.kept->state.header().steps;
   parts.kept.reset();
   parts.before.reset();
@@ -272,7 +272,7 @@ void LocoHop::Parts::take_errors_along() {
     put_back(*kept);
   } else if (before) {
     before->require_fits(*errors);
-    before->reserve_to_join();  // here, where a failure is everybody's
+    before->reserve_to_join();  // here a failure reaches every rank
   }
   moves = before != nullptr;
 }
@@ -328,7 +328,7 @@ Event LocoHop::reduce(const HopBucket& bucket, Stream& stream) {
     }
     parts.exchange->reduce(w, arguments, errors, ready);
   }
-  return parts.exchange->decoded();  // after the plain sums, which the first window came behind
+  return parts.exchange->decoded();  // after the plain sums, which precede the first window
 }
 
 void LocoHop::end_step(const StepEnd& end) {
@@ -381,7 +381,7 @@ void LocoHop::Parts::require_no_step(const char* what) const {
                           "read the step's result or call finish() on the Reducer first, after "
                           "a drop too; close() it where the world has failed"});
   }
-  if (exchange) exchange->finish();  // errors that are being cleared
+  if (exchange) exchange->finish();  // errors may still be being cleared
 }
 
 std::vector<HopState> LocoHop::state() {
@@ -416,7 +416,7 @@ void LocoHop::load_state(std::span<const HopState> state, bool strict) {
 }
 
 void LocoHop::Parts::put_back(const Kept& from) {
-  const bool is_of_one = from.state.header().replicas == 1;  // which owes nothing
+  const bool is_of_one = from.state.header().replicas == 1;  // one replica keeps no errors
   if (from.strict) from.state.require_parts_of(counts);
   if (errors) errors->load(from.state, from.strict && !is_of_one);
   steps = from.state.header().steps;
@@ -448,7 +448,7 @@ std::vector<std::string> LocoHop::keys_to_load(std::span<const SavedKey> keys) c
     std::optional<ErrorKey> key = parse_error_key(one.key);
     bool is_wanted = !key || (errors == nullptr && parts_->replicas != 1);
     if (!is_wanted && errors != nullptr) {
-      key->place.count = counts[error_key(key->place, "")];  // of codes beside their scales
+      key->place.count = counts[error_key(key->place, "")];  // scales: that of the codes
       const auto own = places.find(key->place.parameter);
       is_wanted =
           own != places.end() && std::ranges::any_of(own->second, [&](const ErrorPlace& place) {
@@ -468,7 +468,7 @@ void LocoHop::scale_errors(float factor) {
                       .got = std::to_string(factor)});
   }
   parts.require_no_step("scale_errors");
-  if (!parts.kept && parts.replicas <= 1) return;                                // there are none
+  if (!parts.kept && parts.replicas <= 1) return;                                // none
   parts.scaled = parts.scaled * 31U + std::bit_cast<std::uint32_t>(factor) + 1;  // never 0 at first
   if (parts.kept) parts.kept->state.scale(factor);
   if (const HopErrors* const errors = parts.replicas > 0 ? parts.current() : nullptr) {

@@ -1,21 +1,21 @@
-// A replica hop that sends 4 or 8 bits an element and feeds back what rounding leaves over.
+// A replica hop that sends 4 or 8 bits per element and feeds the rounding error back.
 //
 // h = g + e; q = quantize(h); d = dequantize(q); e <- beta e + (1 - beta)(h - d), on the way to the
-// owners of the groups, and again with an error of its own on the way back. g is the mean gradient:
-// the shard sum times 1 / (f s). So what is sent adds up to what was given, but for what is still
-// in the errors: sum(d) = sum(g) - (e_K - e_0) / (1 - beta). Every replica ends with the same bits.
+// groups' owners, and again with a separate error on the way back. g is the mean gradient: the
+// shard sum times 1 / (f s). Over time the hop sends what it was given, except for what remains in
+// the errors: sum(d) = sum(g) - (e_K - e_0) / (1 - beta). Every replica ends with the same bits.
 //
 // LoCo (Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", TPAMI
-// 2025, arXiv 2407.04480); docs/loco.md says what differs, how to choose the options, and when it
-// pays; docs/quant_format.md has the bytes.
+// 2025, arXiv 2407.04480). docs/loco.md says what differs, how to choose the options, and when it
+// pays; docs/quant_format.md describes the bytes.
 //
-// Errors are kept by parameter and place, 1.0625 bytes for each element of a slice and 1.0625 / R
-// for the way back (int8, groups of 64), twice: for the last clean step and the one under way. A
-// step that is dropped or overflows leaves no trace in them. They count optimizer steps.
+// Errors are kept by parameter and place: 1.0625 bytes per element of a slice, plus 1.0625 / R for
+// the way back (int8, groups of 64). There are two copies: the last clean step's and the current
+// one's. Dropped or overflowed steps do not change the errors. They count optimizer steps.
 //
-// Threads and ownership are those of ReplicaHop; the calls that it does not have come between
-// steps, on the thread that drives the owner. A hop that is given to another owner takes its errors
-// along; UsageError if it is another replica there, or has other parts of the same parameters.
+// Threads and ownership are those of ReplicaHop; call the methods that ReplicaHop lacks between
+// steps, on the thread that drives the owner. Another owner may take over the hop with its errors.
+// It throws UsageError if it is another replica, or has other parts of the same parameters.
 #pragma once
 
 #include <cstdint>
@@ -32,22 +32,22 @@ namespace hsdp::quant {
 
 class LocoHop final : public ReplicaHop {
  public:
-  // UsageError where an option cannot be used.
+  // Throws UsageError for an invalid option.
   explicit LocoHop(LocoOptions options = {});
   ~LocoHop() override;
   LocoHop(const LocoHop&) = delete;
   LocoHop& operator=(const LocoHop&) = delete;
 
   [[nodiscard]] const LocoOptions& options() const;
-  // Clean steps so far.
+  // The number of clean steps so far.
   [[nodiscard]] std::int64_t steps() const;
-  // Multiplies all errors by a factor of magnitude at most 1, the same on every rank, where a step
-  // was clipped much harder than usual: else they deliver the unclipped rest of a spike over the
-  // next steps.
+  // Multiplies all errors by `factor`, of magnitude at most 1 and the same on every rank. Call it
+  // when a step was clipped much harder than usual: otherwise the errors deliver the unclipped rest
+  // of the spike over the next steps.
   void scale_errors(float factor);
-  // How much quantization has changed the gradients of a step, on this rank: of the last clean one
-  // of those that figures were taken in, every error_every steps. Above kHighError it is written
-  // to stderr, too, once for each hop.
+  // How much quantization changed the gradients on this rank, in the last clean step with figures;
+  // these are taken every error_every steps. The first value above kHighError is also reported on
+  // stderr, once per hop.
   [[nodiscard]] std::vector<QuantizationError> quantization_error() const;
   static constexpr double kHighError = 0.3;
 
@@ -60,22 +60,22 @@ class LocoHop final : public ReplicaHop {
   [[nodiscard]] int bucket_class(const HopParameter& parameter) const override;
   void prepare(const HopPlan& plan) override;
   void bind(Communicator scatter, Communicator gather) override;
-  void set_unused() override;  // gives up all errors
+  void set_unused() override;  // discards all errors
   [[nodiscard]] bool means(int bucket, double mean_divisor) const override;
   Event reduce(const HopBucket& bucket, Stream& stream) override;
   void end_step(const StepEnd& end) override;
-  // docs/loco.md says what keys and arrays mean. Empty before bind(), unless it was loaded; with
-  // one replica, what is of the hop as a whole.
+  // docs/loco.md describes keys and arrays. Empty before bind(), unless a state was loaded. With
+  // one replica, only the keys of the whole hop.
   [[nodiscard]] std::vector<HopState> state() override;
-  // A state of any replica count, shard count, group size, error_dtype or err_beta, as long as this
-  // rank's parameters are in it; with other counts, buckets or owners it takes all ranks' states
-  // together. The same replicas, groups and dtype go on with the same bits. Before bind() it is
-  // kept until then. UsageError, and nothing has changed, while a step is under way or where it
-  // does not fit; not `strict`: parameters it does not have start from zero, others are left out.
+  // Accepts a state of any replica count, shard count, group size, error_dtype or err_beta that
+  // contains this rank's parameters. If counts, buckets or owners differ, it needs all ranks'
+  // states. The same replicas, groups and dtype continue with the same bits. Before bind(), the
+  // state is kept until then. Throws UsageError, and changes nothing, during a step or if the state
+  // does not fit. Unless `strict`, missing parameters start from zero and unknown ones are ignored.
   void load_state(std::span<const HopState> state) override { load_state(state, true); }
   void load_state(std::span<const HopState> state, bool strict);
-  // Of the keys of a state that all ranks have saved, and their element counts: what this rank's
-  // load_state() needs. Before bind(): all.
+  // `keys`: the keys of a state saved by all ranks, with element counts. Returns those that this
+  // rank's load_state() needs; all of them before bind().
   struct SavedKey {
     std::string key;
     std::int64_t count = 0;

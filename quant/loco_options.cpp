@@ -18,7 +18,7 @@ void require(bool holds, const char* option, const std::string& expected, const 
       {.where = std::string("loco: ") + option, .expected = expected, .got = got, .remedy = ""});
 }
 
-// FNV-1a: names long text in few bytes.
+// FNV-1a: identifies a long text in a few bytes.
 std::string digest(std::string_view text_of) {
   std::uint64_t hash = 0xcbf29ce484222325U;
   for (const char c : text_of) {

@@ -93,7 +93,7 @@ struct ErrorGroup {
 
 using GroupValues = std::array<float, kMostGroupSize>;
 
-// What is quantized, without its error.
+// Reads what is to be quantized, without the error.
 void read_group(const Quantize& args, const GroupTile& tile, const TileGroup& group,
                 GroupValues& h) {
   if (args.values != nullptr) {
@@ -262,7 +262,7 @@ bool dequantize_scalar(const Dequantize& args) {
 
 namespace {
 
-// Through pointers that the compiler cannot see through: see DefaultFloatEnvironment.
+// Opaque to the compiler: see DefaultFloatEnvironment.
 bool (*volatile scalar_quantize)(const Quantize&) = quantize_scalar;
 bool (*volatile scalar_dequantize)(const Dequantize&) = dequantize_scalar;
 

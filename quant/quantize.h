@@ -3,8 +3,8 @@
 //   quantize    numbers, or the sum of received messages -> + error -> a message and the new error
 //   dequantize  a message -> numbers
 //
-// The arithmetic is that of group_arithmetic.h, and the scalar functions below are its definition:
-// the bits depend on neither SIMD width, tile, thread nor device [Note: levels and scales].
+// The arithmetic is that of group_arithmetic.h, and the scalar functions below define it: the bits
+// do not depend on SIMD width, tile, thread or device [Note: levels and scales].
 #pragma once
 
 #include <atomic>
@@ -19,21 +19,21 @@
 
 namespace hsdp::quant {
 
-// A message or a part of one, in memory of the stream's device, 2-byte aligned (GPU: 16).
+// A message or a part of one, in the memory of the stream's device, 2-byte aligned (GPU: 16).
 struct Message {
   GroupFormat format;
   std::byte* data = nullptr;
-  std::int64_t begin = 0;            // of `data`, in the whole message: bytes
-  const MessageRow* rows = nullptr;  // of its layout, a row for each owner; on the same device
+  std::int64_t begin = 0;            // offset of `data` in the whole message, in bytes
+  const MessageRow* rows = nullptr;  // one per owner, from its layout; on the same device
 };
 
-// The error state of a map's elements, or of those of some of its owners: either int8 codes, one an
-// element, with an fp32 scale a group, or fp32 values. All null: no error feedback.
+// The error state of a map's elements, or of some of its owners: int8 codes, one per element, with
+// one fp32 scale per group; or fp32 values. All null: no error feedback.
 struct ErrorState {
   std::int8_t* codes = nullptr;
   float* scales = nullptr;
   float* values = nullptr;
-  // The first element and the first group that it holds, in the map.
+  // Its first element and first group, in the map.
   std::int32_t position = 0;
   std::int32_t group = 0;
 
@@ -42,17 +42,17 @@ struct ErrorState {
   }
 };
 
-// |h - d|^2 and |h|^2 of a tile's elements but for those of marked groups, to fp32's precision:
-// figures for people.
+// |h - d|^2 and |h|^2 of a tile's elements, without marked groups. Reported to users, so fp32
+// precision is enough.
 struct TileFigures {
   double missed = 0.0;
   double wanted = 0.0;
 };
 
-// Messages in one layout that follow one another: what an owner gets from all replicas.
+// Consecutive messages in one layout: what an owner receives from all replicas.
 struct ReceivedMessages {
   Message first;
-  std::int64_t distance = 0;  // bytes from one to the next
+  std::int64_t distance = 0;  // bytes from one message to the next
   int count = 0;
 
   [[nodiscard]] HSDP_HOST_DEVICE Message at(int number) const {
@@ -65,18 +65,18 @@ struct ReceivedMessages {
 struct Quantize {
   std::span<const GroupTile> tiles;  // on the stream's device
   int group_size = 64;
-  // values[tile.element + i] * factor; nullptr: the sum of `received`, in their order.
+  // Source: values[tile.element + i] * factor; nullptr: the sum of `received`, in order.
   const float* values = nullptr;
   float factor = 1.0F;
   ReceivedMessages received;
-  // Read and written; they may be the same. Format bf16 takes none.
+  // Read and written; they may be the same. The bf16 format takes none.
   ErrorState before;
   ErrorState after;
   float beta = 0.8F;
-  const Dither* dither = nullptr;  // rounds int8 errors stochastically
+  const Dither* dither = nullptr;  // to round int8 errors stochastically
   Message out;
-  TileFigures* figures = nullptr;                   // one a tile
-  std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 where a group is marked; on CUDA a
+  TileFigures* figures = nullptr;                   // one per tile
+  std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 if a group is marked; on CUDA a
                                                     // make_flag() word of the device
 };
 
@@ -84,12 +84,12 @@ struct Dequantize {
   std::span<const GroupTile> tiles;
   int group_size = 64;
   Message in;
-  float* values = nullptr;  // to values[tile.element + i]
+  float* values = nullptr;  // writes values[tile.element + i]
   std::atomic<std::uint32_t>* nonfinite = nullptr;
 };
 
-// On the calling thread, in host memory. A message's fillers are written, too: it has no bytes of
-// before.
+// On the calling thread, in host memory. Also writes a message's padding, so that no earlier bytes
+// remain.
 void quantize(const Quantize& args);
 void dequantize(const Dequantize& args);
 

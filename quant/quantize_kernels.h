@@ -1,4 +1,4 @@
-// What stands behind quantize() and dequantize(); arguments are already checked. Internal to
+// The implementations of quantize() and dequantize(). Arguments are already checked. Internal to
 // quant/.
 #pragma once
 
@@ -7,16 +7,16 @@
 
 namespace hsdp::quant {
 
-// Element by element; whether a group is marked.
+// Element by element; returns whether a group is marked.
 bool quantize_scalar(const Quantize& args);
 bool dequantize_scalar(const Dequantize& args);
 
-// With the SIMD target in use; whether a group is marked.
+// With the current SIMD target; returns whether a group is marked.
 bool quantize_simd(const Quantize& args);
 bool dequantize_simd(const Dequantize& args);
 
-// Enqueue only. no_device_quantize.cpp takes their place in a build without CUDA, where no such
-// stream can exist.
+// Only enqueue. In a build without CUDA, where no such stream can exist, no_device_quantize.cpp
+// replaces them.
 void quantize_on_device(const Quantize& args, const Stream& stream);
 void dequantize_on_device(const Dequantize& args, const Stream& stream);
 

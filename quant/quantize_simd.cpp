@@ -46,22 +46,22 @@ using DI8 = hn::Rebind<std::int8_t, DF>;  // as many lanes as DF
 using DU8 = hn::Rebind<std::uint8_t, DF>;
 
 constexpr std::size_t kLanes = hn::MaxLanes(DF());
-// All group sizes are multiples of it; its vectors give the loops independent work.
+// Every group size is a multiple of it; its vectors give the loops independent work.
 constexpr std::size_t kChunk = 32;
 constexpr std::size_t kVectors = kChunk / kLanes;
-constexpr std::size_t kBatchElements = 1024;  // or one group, where that is larger
+constexpr std::size_t kBatchElements = 1024;  // or one group, if that is larger
 constexpr std::size_t kMostGroups = kBatchElements / kLeastGroupSize;
 constexpr std::size_t kAheadElements = 1024;
 
-// Some groups between the phases of the work on them [Note: quantizing in batches].
+// The groups that pass through the phases together [Note: quantizing in batches].
 struct Batch {
-  std::size_t first = 0;  // of the tile's whole groups
+  std::size_t first = 0;  // index among the tile's whole groups
   std::size_t count = 0;
   std::size_t size = 0;  // elements of a group
 
   alignas(64) float h[kMostGroupSize];  // later the new errors
   alignas(64) float e[kMostGroupSize];
-  // The largest magnitude of every group, as bits: of four parts of it, and altogether.
+  // The largest magnitude of every group, as bits: in four parts, and overall.
   alignas(64) std::int32_t part_tops[kMostGroups][4];
   alignas(64) std::uint32_t tops[kMostGroups];
   alignas(64) float scales[kMostGroups];
@@ -69,7 +69,7 @@ struct Batch {
   alignas(64) float inverses[kMostGroups];
 };
 
-// The whole groups of a tile, which has a short one before and after them at most.
+// The whole groups of a tile, which has at most one short group before and one after them.
 struct WholeGroups {
   WholeGroups(const GroupTile& tile, int group_size)
       : all(group_count(tile, group_size)), first(0), end(all) {
@@ -82,7 +82,7 @@ struct WholeGroups {
   std::int32_t all;
   std::int32_t first;
   std::int32_t end;
-  std::int32_t begin = 0;  // their first element, in the tile
+  std::int32_t begin = 0;  // first element, in the tile
 };
 
 // ---- codes -------------------------------------------------------------------------------------
@@ -95,8 +95,8 @@ HWY_INLINE VI load_int8(const std::int8_t* codes) {
   return hn::PromoteTo(DI(), hn::LoadU(DI8(), codes));
 }
 
-// kLanes bytes, each to a lane: in an order from which InterleaveLower and InterleaveUpper, which
-// work within blocks of four lanes, make vectors of consecutive elements.
+// Loads kLanes bytes, one per lane, in an order from which InterleaveLower and InterleaveUpper,
+// which work within blocks of four lanes, make vectors of consecutive elements.
 HWY_INLINE VU load_pairs(const std::uint8_t* codes) {
   auto bytes = hn::LoadU(DU8(), codes);
   if constexpr (kLanes > 4) {
@@ -110,8 +110,8 @@ HWY_INLINE VU load_pairs(const std::uint8_t* codes) {
   return hn::PromoteTo(DU(), bytes);
 }
 
-// Rounded to an integer where the last place of a float is worth 1: the low byte is the code, in
-// two's complement.
+// A value rounded to an integer, by adding a float whose last place is worth 1: the low byte is the
+// code, in two's complement.
 struct Rounded {
   explicit HWY_INLINE Rounded(VF value) : sum(hn::Add(value, hn::Set(DF(), kUnitIsOne))) {}
   [[nodiscard]] HWY_INLINE VF number() const { return hn::Sub(sum, hn::Set(DF(), kUnitIsOne)); }
@@ -123,7 +123,7 @@ HWY_INLINE void store_int8(VU bits, std::uint8_t* to) {
   hn::StoreU(hn::TruncateTo(DU8(), bits), DU8(), to);
 }
 
-// 2 kLanes codes, to kLanes bytes.
+// Stores 2 kLanes codes in kLanes bytes.
 HWY_INLINE void store_int4(VU low, VU high, std::uint8_t* to) {
   const VU even = hn::ConcatEven(DU(), high, low);
   const VU odd = hn::ConcatOdd(DU(), high, low);
@@ -136,12 +136,12 @@ struct Codes;
 template <>
 struct Codes<Code::kInt4> {
   static constexpr std::size_t kChunkBytes = kChunk / 2;
-  // Decodes the codes of a group: with 16 lanes all that a half can mean fits into one vector.
+  // Decodes the codes of a group. With 16 lanes, one vector holds the values of all 4-bit codes.
   struct Decoder {
     explicit HWY_INLINE Decoder(float scale) : by(hn::Set(DF(), scale)) {
       if constexpr (kLanes == 16) by = hn::Mul(hn::Iota(DF(), -8.0F), by);
     }
-    // Even and odd elements apart, so that rows are added before they are put in order.
+    // Keeps even and odd elements apart, so that rows are added before they are reordered.
     HWY_INLINE void load(const std::byte* chunk, VF (&values)[kVectors]) const {
       const auto* const from = reinterpret_cast<const std::uint8_t*>(chunk);
       for (std::size_t k = 0; k < kVectors; k += 2) {
@@ -210,7 +210,7 @@ HWY_INLINE void store_scales(const float* scales, std::size_t count, std::byte* 
 
 // ---- errors ------------------------------------------------------------------------------------
 
-// Error states, from the first whole group of a tile on.
+// Error states, starting at the first whole group of a tile.
 struct NoError {
   static constexpr bool kExists = false;
   NoError(const ErrorState& /*state*/, const GroupTile& /*tile*/, const WholeGroups& /*groups*/) {}
@@ -338,8 +338,8 @@ HWY_INLINE V4 four_lanes(V vector) {
   return four_lanes(hn::Max(hn::LowerHalf(half, vector), hn::UpperHalf(half, vector)));
 }
 
-// The largest magnitude of a group. What is left to do across lanes is done for four groups at
-// once, by gather_tops(): on its own it would cost as much as all the rest.
+// The largest magnitude of a group. gather_tops() does the rest, across lanes, for four groups at
+// once: group by group that would cost as much as everything else.
 struct Top {
   HWY_INLINE Top() { largest[0] = largest[1] = hn::Zero(DI()); }
   HWY_INLINE void take(const VF (&values)[kVectors]) {
@@ -355,7 +355,7 @@ struct Top {
 
 HWY_INLINE void gather_tops(Batch& batch) {
   const D4 d;
-  std::size_t end = batch.count;  // a whole number of vectors, for scale_groups()
+  std::size_t end = batch.count;  // whole vectors, for scale_groups()
   for (; end % kLanes != 0; ++end) {
     hn::Store(hn::Load(d, batch.part_tops[0]), d, batch.part_tops[end]);
   }
@@ -374,7 +374,7 @@ HWY_INLINE void gather_tops(Batch& batch) {
   }
 }
 
-// h of every group, its error apart, and the largest magnitude.
+// Reads h of every group, keeps its error apart, and finds the largest magnitude.
 template <class Source, class Error>
 HWY_INLINE void read_groups(const Source& source, const Error& before, Batch& batch) {
   for (std::size_t g = 0; g < batch.count; ++g) {
@@ -403,7 +403,7 @@ struct Found {
   bool lifted = false;
 };
 
-// scaling_of() every group. A marked one's h becomes zero, and with it its codes.
+// scaling_of() for every group. The h of a marked group becomes zero, and so do its codes.
 HWY_INLINE Found scale_groups(const ScalingRule& rule, Batch& batch) {
   const DF df;
   gather_tops(batch);
@@ -446,7 +446,7 @@ HWY_INLINE Found scale_groups(const ScalingRule& rule, Batch& batch) {
   return found;
 }
 
-// A factor of 1 may be left out.
+// Skips a factor of 1.
 template <bool kLifted>
 struct Scaling {
   Scaling(const Batch& batch, std::size_t group)
@@ -467,14 +467,14 @@ double sum_of(VF sums) {
   return sum;
 }
 
-// What code_groups() writes beside the codes.
+// What code_groups() writes besides the codes.
 struct CodeSettings {
-  float* errors = nullptr;  // of the batch's first group
+  float* errors = nullptr;  // starts at the batch's first group
   float beta = 0.0F;
   TileFigures* figures = nullptr;
 };
 
-// Codes into the message, new errors with their largest magnitudes. Returns the end of the codes.
+// Writes codes, and new errors with their largest magnitudes. Returns the end of the codes.
 template <Code kCode, class Error, bool kLifted, class Source>
 HWY_INLINE std::byte* code_groups(const Source& source, const Error& before, const Error& after,
                                   const CodeSettings& to, std::byte* out, Batch& batch) {
@@ -487,7 +487,7 @@ HWY_INLINE std::byte* code_groups(const Source& source, const Error& before, con
     const Scaling<kLifted> scaling(batch, g);
     const VF scale = hn::Set(DF(), batch.scales[g]);
     const bool counts = to.figures != nullptr && batch.tops[g] < kInfinityBits;
-    VF missed = hn::Zero(DF());  // in units of the scale: squares stay within fp32
+    VF missed = hn::Zero(DF());  // in units of the scale, so that squares stay within fp32
     VF wanted = hn::Zero(DF());
     Top top;
     for (std::size_t i = 0; i < batch.size; i += kChunk, out += Codes<kCode>::kChunkBytes) {
@@ -530,7 +530,7 @@ HWY_INLINE std::byte* code_groups(const Source& source, const Error& before, con
   return out;
 }
 
-// The dithers of whole groups, 16 elements at a time: group sizes are multiples of that.
+// The dithers of whole groups, 16 elements at a time; group sizes are multiples of 16.
 void fill_dithers(const Dither& dither, const GroupTile& tile, std::int32_t begin,
                   std::size_t count, float* to) {
   for (std::size_t i = 0; i < count; i += kDitherElements) {
@@ -548,7 +548,7 @@ HWY_INLINE void code_errors(const Int8Error& after, const float* dithers, const 
     const float* const errors = batch.h + g * batch.size;
     auto* const to = reinterpret_cast<std::uint8_t*>(after.codes + (batch.first + g) * batch.size);
     const Scaling<kLifted> scaling(batch, g);
-    // A marked group keeps its zeros: nobody reads them, but they are the same everywhere.
+    // A marked group stays zero. Its codes are not used, but are the same everywhere.
     const bool dithered = dithers != nullptr && batch.tops[g] < kInfinityBits;
     for (std::size_t i = 0; i < batch.size; i += kLanes) {
       VF scaled = scaling.apply(hn::Load(DF(), errors + i));
@@ -576,7 +576,6 @@ void store_errors(const Int8Error& after, const Quantize& args, const GroupTile&
   std::memcpy(after.scales + batch.first, batch.scales, batch.count * sizeof(float));
 }
 
-// A tile's whole groups, batch by batch.
 template <Code kCode, class Source, class Error>
 bool quantize_whole(const Quantize& args, const GroupTile& tile, const WholeGroups& groups,
                     TileFigures* figures) {
@@ -630,7 +629,7 @@ bool quantize_whole_of(const Quantize& args, const GroupTile& tile, const WholeG
   return quantize_whole<kCode, Source, NoError>(args, tile, groups, figures);
 }
 
-// Rounds to bf16: elements have nothing to do with each other.
+// Rounds to bf16, each element independently.
 template <class Source>
 bool round_whole(const Quantize& args, const GroupTile& tile, const WholeGroups& groups,
                  TileFigures* figures) {

@@ -8,16 +8,15 @@
 
 namespace hsdp::quant {
 
-// A group of a tile.
 struct TileGroup {
-  std::int32_t begin = 0;  // its first element, in the tile
+  std::int32_t begin = 0;  // first element, in the tile
   std::int32_t count = 0;
   std::int32_t number = 0;  // in the tile
 };
 
-// How many elements of the tile's first group lie before the tile.
+// How many elements of the tile's first group precede the tile.
 [[nodiscard]] HSDP_HOST_DEVICE inline std::int32_t head_of(const GroupTile& tile, int group_size) {
-  // A GPU has no instruction for a division of 64 bits, and most sizes need none.
+  // A GPU has no 64-bit divide instruction, and most sizes do not need a division.
   const bool is_power_of_two = (group_size & (group_size - 1)) == 0;
   return static_cast<std::int32_t>(is_power_of_two ? tile.flat_offset & (group_size - 1)
                                                    : tile.flat_offset % group_size);
@@ -28,7 +27,7 @@ struct TileGroup {
   return (head_of(tile, group_size) + tile.count + group_size - 1) / group_size;
 }
 
-// `head`: head_of() the tile.
+// `head` is head_of() the tile.
 [[nodiscard]] HSDP_HOST_DEVICE inline TileGroup group_after(std::int32_t head,
                                                             std::int32_t tile_count, int group_size,
                                                             std::int32_t number) {
@@ -46,7 +45,7 @@ struct TileGroup {
 struct TilePlace {
   std::byte* codes = nullptr;   // of its first group
   std::byte* scales = nullptr;  // of its first group
-  // Of its first group, which alone may be short and have others after it, and of the others.
+  // Of the first group, which may be short even if others follow it, and of each later one.
   std::int32_t first_code_bytes = 0;
   std::int32_t code_bytes = 0;
   std::int32_t scale_bytes = 0;
@@ -60,7 +59,7 @@ struct TilePlace {
   }
 };
 
-// `first_count`: the elements of the tile's first group.
+// `first_count`: elements of the tile's first group.
 [[nodiscard]] HSDP_HOST_DEVICE inline TilePlace place_of(const Message& message,
                                                          const GroupTile& tile,
                                                          std::int32_t first_count) {
@@ -80,7 +79,7 @@ struct TilePlace {
   return place_of(message, tile, group_of(tile, message.format.group_size, 0).count);
 }
 
-// The fillers behind a row's scales and codes, with the row's last tile.
+// Writes the padding after a row's scales and codes, with the row's last tile.
 HSDP_HOST_DEVICE inline void write_fillers(const Message& message, const GroupTile& tile,
                                            std::int32_t groups) {
   if (message.format.code == Code::kBf16) return;
@@ -96,7 +95,7 @@ HSDP_HOST_DEVICE inline void write_fillers(const Message& message, const GroupTi
   }
 }
 
-// One group of a tile. Returns whether it is marked.
+// Quantizes one group of a tile. Returns whether it is marked.
 bool quantize_group(const Quantize& args, const GroupTile& tile, const TileGroup& group,
                     TileFigures* figures);
 bool dequantize_group(const Dequantize& args, const GroupTile& tile, const TileGroup& group);

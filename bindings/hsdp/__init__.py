@@ -10,7 +10,7 @@ import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-import numpy as _numpy  # before the extension: it is the one thing that must be there
+import numpy as _numpy  # first, as the extension cannot work without it
 
 from hsdp import quant, zero
 from hsdp._hsdp import ReplicaHop, __version__
@@ -84,7 +84,7 @@ if _TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> _Any:
-        # hsdp.torch is there without being imported before somebody asks for it.
+        # `hsdp.torch` is imported when it is first used.
         if name == "torch":
             return _importlib.import_module("hsdp.torch")
         raise AttributeError(f"module 'hsdp' has no attribute '{name}'")

@@ -20,7 +20,7 @@ class Memory:
     def pointer(self) -> int: ...
     def numpy(self) -> np.ndarray[Any, Any]: ...
     def number(self) -> float:
-        """The one f64 that it is; waits for it."""
+        """The value of one f64; waits for it."""
 
     def dlpack(self, versioned: bool, stream: int | None = None) -> Any: ...
     def dlpack_device(self) -> tuple[int, int]: ...
@@ -42,7 +42,7 @@ class Communicator:
     def barrier(self) -> None: ...
     def allocate(self, count: int, dtype: str) -> Memory: ...
     def exchange(self, message: str, act: str) -> list[str]:
-        """`act`: what this rank is about to do, in errors."""
+        """`act`: what this rank is about to do, for errors."""
 
     def counts(self) -> dict[str, tuple[int, int]]: ...
 
@@ -69,7 +69,7 @@ class Mesh:
     def shard_group(self) -> Communicator: ...
     def replicate_group(self) -> Communicator: ...
     def follow(self, source: Callable[[], int], is_set: bool) -> None:
-        """Where the caller's work on a GPU goes: a cudaStream_t, asked for at each use."""
+        """Where the caller's GPU work goes: a cudaStream_t, asked for at each use."""
 
     def close(self) -> None: ...
 
@@ -89,7 +89,7 @@ def init_mesh(
 ) -> Mesh: ...
 
 class ReplicaHop:
-    """What the replica all-reduce does to a shard; `hsdp.quant` has others than the plain one."""
+    """What the replica all-reduce does to a shard; `hsdp.quant` has an alternative to the plain hop."""
 
     def describe(self) -> str: ...
 
@@ -101,7 +101,7 @@ class PlainHop(ReplicaHop):
     def dtype(self) -> str | None: ...
 
 class LocoHop(ReplicaHop):
-    """`hsdp.quant.LocoHop` has its options and says what they mean."""
+    """`hsdp.quant.LocoHop` documents its options."""
 
     def __init__(
         self,
@@ -128,10 +128,10 @@ class LocoHop(ReplicaHop):
     def keys_to_load(self, keys: list[tuple[str, int]]) -> list[str]: ...
 
 class RowReducer:
-    """Gradients that something else has scattered, summed over backwards and replicas.
+    """Sums gradients that were scattered elsewhere over backward passes and replicas.
 
-    A group is {"name", "wire", "count", "parameters"}, a parameter (name, shape, dtype, offset,
-    count, flat_offset), the last three of this rank's slice in the row and in the flattened
+    A group is {"name", "wire", "count", "parameters"}. A parameter is (name, shape, dtype, offset,
+    count, flat_offset); the last three place this rank's slice in the row and in the flattened
     parameter.
     """
 
@@ -164,7 +164,7 @@ class StepWord:
     def say(self, word: str, details: str) -> None: ...
 
 class ParameterGather:
-    """Completes parameters of which each rank of a shard group has updated its slice."""
+    """Completes parameters when each rank of a shard group has updated its slice."""
 
     def __init__(
         self, reducer: Reducer, arrays: dict[str, Any], masters: dict[str, Any], unit_bytes: int
@@ -181,7 +181,7 @@ class ParameterGather:
     def last_times(self) -> list[tuple[float, float]]: ...
 
 class UnitGather:
-    """Gathers units of parameters of which each rank keeps its slices."""
+    """Gathers units of parameters that are stored as slices, one per rank."""
 
     def __init__(
         self, reducer: Reducer, units: list[tuple[str, list[tuple[str, str, int, Any]]]]
@@ -193,35 +193,35 @@ class UnitGather:
 
     def wait(self, unit: int) -> None: ...
     def end(self) -> None:
-        """Takes part in what other ranks of the shard group ask for until none does."""
+        """Serves requests of other ranks of the shard group until none has any left."""
 
     def begin_update(self) -> None:
-        """As `end`, before slices change: until all ranks are here."""
+        """Like `end`, but before slices change: returns when all ranks are here."""
 
     def abort(self, reason: str) -> None:
         """Ends the mesh with this text."""
 
     def stats(self) -> dict[str, Any]:
-        """As GatherStats."""
+        """See GatherStats."""
 
 class HeldBytes:
-    """Bytes that count until it is let go of."""
+    """Bytes that count until this object is destroyed."""
 
 class HeldGradients:
-    """The gradients that a window leaves in p.grad, where autograd adds them up."""
+    """Gradients that a window leaves in p.grad, where autograd adds them up."""
 
     def __init__(self) -> None: ...
     def begin(self, backwards: int | None) -> None:
-        """From here on a gradient is left where it is, until it is the sum of so many."""
+        """From now on, leaves a gradient in place until it is the sum of `backwards` passes."""
 
     def end(self) -> None:
-        """From here on gradients are handed over again."""
+        """From now on, gradients are handed over again."""
 
     @property
     def active(self) -> bool: ...
     @property
     def pass_count(self) -> int:
-        """The most that one parameter got in the last window."""
+        """The largest number of passes of one parameter in the last window."""
 
 class Reducer:
     def __init__(self, mesh: Mesh, options: dict[str, Any]) -> None: ...
@@ -243,18 +243,18 @@ class Reducer:
     def divide_by_tokens(self, count: int) -> None: ...
     def stats(self) -> dict[str, Any]: ...
     def hold_optimizer_bytes(self, count: int) -> HeldBytes:
-        """Counts what was just taken, in stats().optimizer_bytes."""
+        """Counts newly allocated bytes in stats().optimizer_bytes."""
 
     def step_number(self) -> int: ...
     def step_begun(self) -> bool: ...
     def pending(self) -> bool:
-        """Whether microbatches have ended that are not in a result yet."""
+        """Whether microbatches have ended whose result is still to come."""
 
     def step_dropped(self) -> bool:
         """Whether the last step that began was dropped."""
 
     def has_gradient(self, parameter: int) -> bool:
-        """Whether one was handed over in the step that is begun and not ended."""
+        """Whether its gradient was handed over in the current step."""
 
     def is_collecting(self) -> bool: ...
     def window_open(self) -> bool: ...
@@ -274,16 +274,16 @@ class Reducer:
     def leave_window(self, reason: str) -> None: ...
     def local_sum(self, name: str) -> Memory: ...
     def copy_of(self, gradient: Any) -> Memory:
-        """Of any strides, in fp32 and row-major."""
+        """A copy in fp32, row-major; accepts any strides."""
 
     def release_memory(self) -> None: ...
     def gradient_ready(self, key: str | int, gradient: Any) -> None: ...
     def gradient_of(
         self, parameter: int, address: int, strides: tuple[int, ...] | None, owner: Any
     ) -> None:
-        """A gradient by address, of the registered shape and dtype; strides in elements. On a GPU
-        the owner frees it in the order of the current stream, and whoever writes to the gradient
-        calls wait_packed() first.
+        """A gradient by address, of the registered shape and dtype; strides in elements. On a GPU, the
+        owner must free it in the order of the current stream, and code that writes to the gradient
+        must call wait_packed() first.
         """
 
     def wait_packed(self) -> None: ...
@@ -294,15 +294,15 @@ class Reducer:
     def discard(self) -> None: ...
     def close(self) -> None: ...
     def leave(self, reason: str, grace_s: float) -> None:
-        """Drops the step and closes it; after that time the mesh ends."""
+        """Drops the step and closes the Reducer; after `grace_s` seconds ends the mesh."""
 
     def shard(self, name: str) -> Memory: ...
     def partial_shard(self, name: str) -> Memory: ...
     def slice(self, name: str) -> tuple[int, int]: ...
     def balance(self) -> tuple[float, float]: ...
     def unused_parameters(self, call: str) -> list[int]:
-        """With missing="zero": of which no rank had a gradient in the finished step. `call`: whose
-        call it is, in errors.
+        """With missing="zero": the parameters without a gradient on any rank in the finished step.
+        `call`: the calling function, for errors.
         """
 
     def failed(self) -> bool: ...
@@ -323,9 +323,8 @@ def gradient_hook(
     explained: Callable[[Any], Exception],
     tensor: type,
 ) -> Callable[[Any], None]:
-    """Hands p.grad over where it is what was registered, and leaves the parameter to `python_way` where it is
-    not. What is raised for a UsageError is `explained(error)`. `tensor`: the class of gradients, with the
-    functions of DLPack where it has them.
+    """Hands p.grad over if it is as registered, and otherwise calls `python_way`. A UsageError becomes
+    `explained(error)`. `tensor`: the class of gradients, with DLPack's C functions if it has them.
     """
 
 def names_with_gradient(parameters: dict[str, Any]) -> list[str]: ...

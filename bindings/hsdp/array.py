@@ -1,4 +1,4 @@
-"""Memory of the library as an array: zero-copy for NumPy, and for others by DLPack."""
+"""The library's memory as an array: zero-copy for NumPy, and for others through DLPack."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from hsdp import _hsdp
 from hsdp.errors import UsageError
 
-#: A torch tensor for parameters of an attached torch model, else an `hsdp.Array`. Which of them,
-#: types cannot tell.
+#: A torch tensor for parameters of an attached torch model, otherwise an `hsdp.Array`. Types cannot
+#: tell which.
 TensorOrArray: TypeAlias = Any
 
 
 class Array(NDArrayOperatorsMixin):
-    """A one-dimensional view of memory that hsdp owns: a shard, or what `allocate` gave.
+    """A one-dimensional view of memory that hsdp owns: a shard, or the result of `allocate`.
 
     Nothing is copied: `numpy.asarray(x)` and `x.numpy()` are NumPy arrays over the same memory,
-    `torch.from_dlpack(x)` a tensor over it. Indexing, assignment and arithmetic work as on that
-    NumPy array. The memory lives as long as the array or anything that was made from it, also when
-    the Reducer or Mesh is closed or gone; whether its content still means something is said by
-    the call that returned it.
+    `torch.from_dlpack(x)` is a tensor over it. Indexing, assignment and arithmetic work as on that
+    NumPy array. The memory lives as long as the array or anything made from it, even after the Reducer
+    or Mesh is closed or gone; the call that returned the array says how long its content is valid.
 
-    Memory of a GPU is taken by DLPack alone, as by `torch.from_dlpack`: the stream that takes it
+    GPU memory is exported only through DLPack, for example `torch.from_dlpack`: the consumer's stream
     waits for the content, the host does not.
     """
 
@@ -38,7 +37,7 @@ class Array(NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The extents."""
+        """The shape."""
         return self._hsdp_memory.shape
 
     @property

@@ -1,4 +1,4 @@
-"""What a framework's layer does with the microbatches of a Reducer."""
+"""How a framework's layer follows the microbatches of a Reducer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hsdp.errors import UsageError
 class Attachment(Protocol):
     """Follows a Reducer's microbatches; knows a framework's parameters and where gradients lie.
 
-    A Reducer may have several, which it calls in the order in which they were attached, and closes
+    A Reducer may have several. It calls them in the order in which they were attached, and closes them
     in reverse.
     """
 
     def parameter_names(self) -> Collection[str]:
-        """What it registered; no two attachments of a Reducer have a name in common."""
+        """The names it registered; two attachments of a Reducer have none in common."""
         ...
 
     def describe(self) -> str:
@@ -25,33 +25,33 @@ class Attachment(Protocol):
         ...
 
     def description(self) -> list[str]:
-        """Lines that are to be the same on every rank before the first step."""
+        """Lines that must be the same on every rank before the first step."""
         ...
 
     @property
     def joins_steps(self) -> bool:
-        """Whether `step_began` has something to do, which is so on every rank or none."""
+        """Whether `step_began` has work to do; the same on every rank."""
         ...
 
     def step_began(self) -> None:
-        """Before the first microbatch of each step that was begun. Collective; only where it joins."""
+        """Called before the first microbatch of each step. Collective; only called if `joins_steps`."""
 
     def loss_scale_set(self, scale: float) -> None:
-        """Results of later steps are divided by it."""
+        """Called when later steps will be divided by `scale`."""
 
     def microbatch_began(self) -> None:
-        """Raises when the microbatch cannot be; it is then dropped on every rank."""
+        """Raises if the microbatch cannot begin; it is then dropped on every rank."""
 
     def window_began(self, holds: bool, backwards: int | None) -> None:
-        """As `microbatch_began`. `holds`: its own framework adds up the gradients of the window's
-        passes; it hands over each parameter's sum, after so many passes or in the end.
+        """Like `microbatch_began`. With `holds`, the framework adds up the gradients of the window's
+        passes; it hands over each parameter's sum after `backwards` passes or at the end.
         """
 
     def pass_ended(self) -> None:
-        """A microbatch that only delimits, in a window, has ended."""
+        """Called when a microbatch that only delimits a pass of a window has ended."""
 
     def pass_count(self) -> int:
-        """Of how many passes what it hands over is the sum."""
+        """How many passes are summed in the gradients it hands over."""
         ...
 
     def as_array(self, memory: Array) -> TensorOrArray:
@@ -59,37 +59,37 @@ class Attachment(Protocol):
         ...
 
     def held_sum(self, name: str) -> TensorOrArray | None:
-        """What a parameter's passes add up to so far, where its framework does that."""
+        """The sum of a parameter's passes so far, if its framework adds them up."""
         ...
 
     def microbatch_ending(self) -> None:
-        """The last chance to hand gradients over."""
+        """The last chance to hand over gradients."""
 
     def microbatch_ended(self, completed: bool) -> None:
-        """All is packed, or the step was dropped."""
+        """Called when everything is packed, or the step was dropped."""
 
     def step_dropped(self) -> None:
-        """What was pending was discarded."""
+        """Called when pending gradients were discarded."""
 
     def explain(self, error: UsageError) -> UsageError:
-        """What this side knows of an error at the end of a microbatch, or the error as it is."""
+        """Returns `error` from the end of a microbatch, explained further if this attachment can."""
         ...
 
     def gather_gradients(self) -> bool:
-        """Puts the whole mean where the framework's optimizers look for it. Whether there was any."""
+        """Puts the whole mean where the framework's optimizers look for it; returns whether there was any."""
         ...
 
     def clipping(self, caller: str) -> None:
-        """Raises where the result must not be clipped as it is now."""
+        """Raises if the result must not be clipped now."""
 
     def clipped(self, norm: Any, max_norm: float) -> None:
-        """The result had this norm, and was scaled to at most the other one."""
+        """Called when the result had this norm and was scaled to at most `max_norm`."""
 
     def release_memory(self) -> None:
-        """Frees what it keeps for later steps."""
+        """Frees memory kept for later steps."""
 
     def gather_parameters(self) -> None:
-        """Completes the parameters, of which this rank updated its slices."""
+        """Completes the parameters after this rank has updated its slices."""
 
     def close(self) -> None:
-        """The Reducer is closed."""
+        """Called when the Reducer is closed."""

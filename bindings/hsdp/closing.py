@@ -1,4 +1,4 @@
-"""What is closed at the end of a `with` block."""
+"""Objects that a `with` block closes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Self
 
 
 class Closing:
-    """`with` gives the object itself, and closes it at the end of the block."""
+    """`with` yields the object itself and closes it at the end of the block."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Are two snapshots the same gradients?"""
+"""Compares two snapshots: are they the same gradients?"""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class ErrorHistogram:
 class ParameterDifference:
     """How far one parameter's gradient in `a` is from that in `b`.
 
-    Measures leave out pairs with a NaN or an infinity, which are counted apart.
+    The measures leave out pairs with a NaN or an infinity, which are counted separately.
     """
 
     name: str
     shape: tuple[int, ...]
-    #: the coarsest of the wires and of the stored data
+    #: the coarsest of the wire dtypes and the stored dtypes
     coarsest_dtype: str
-    #: of relative_l2 and max_relative, for the default verdict
+    #: for relative_l2 and max_relative, in the default verdict
     limit: float
     #: max|a-b|
     max_absolute: float
@@ -38,7 +38,7 @@ class ParameterDifference:
     max_relative: float
     #: |a-b| / |b|
     relative_l2: float
-    #: of the coarsest dtype
+    #: in ulps of the coarsest dtype
     max_ulp: float
     cosine: float
     max_b: float
@@ -47,7 +47,7 @@ class ParameterDifference:
     nonfinite_mismatches: int
     #: elements out of tolerance; 0 for the default verdict
     failing: int
-    #: of the worst element, in the flattened parameter; -1: there is none
+    #: of the worst element, in the flattened parameter; -1: none
     worst_index: int
     worst_replica: int
     worst_a: float
@@ -104,16 +104,16 @@ def compare_snapshots(
     bitwise: bool = False,
     detail: bool = False,
 ) -> Comparison:
-    """Compares two snapshots, also of different mesh shapes, layouts and dtypes.
+    """Compares two snapshots, which may differ in mesh shape, layout and dtype.
 
-    The default verdict asks that relative L2 and max|a-b| / max|b| of every parameter be at most
-    2^-20, or 2^-6 where bf16 travelled, or 2^-9 where f16 did. `rtol` and `atol` ask for
-    |a-b| <= atol + rtol |b| of every element instead; `ulp` for at most so many units of the last
-    place of the coarser dtype; `bitwise` for equal bits. `detail` adds histograms and heat strips.
-    Memory stays bounded whatever the size.
+    By default, relative L2 and max|a-b| / max|b| of every parameter must be at most 2^-20, or 2^-6 if
+    gradients travelled in bf16, or 2^-9 in f16. `rtol` and `atol` instead require |a-b| <= atol + rtol
+    |b| for every element; `ulp` at most that many units in the last place of the coarser dtype;
+    `bitwise` equal bits. `detail` adds histograms and heat strips. Memory stays bounded whatever the
+    size.
 
-    Raises UsageError for options that contradict each other, SnapshotError when nothing can be
-    told: damaged files, different sets of parameters, unequal replicas.
+    Raises UsageError for contradictory options, and SnapshotError if the snapshots cannot be compared:
+    damaged files, different sets of parameters, unequal replicas.
     """
     limits = {"rtol": rtol, "atol": atol, "ulp": ulp}
     options: dict[str, Any] = {

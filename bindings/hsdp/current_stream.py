@@ -1,4 +1,4 @@
-"""Where a program's work on a GPU goes at the moment."""
+"""Where a program's GPU work currently goes."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 from hsdp.errors import UsageError
 
-#: of CUDA: what programs use that know of no streams
+#: CUDA's stream for programs that do not use streams
 LEGACY_DEFAULT = 0
 
 
 class CurrentStream:
-    """Gives the calling thread's stream of one device each time it is called: a cudaStream_t."""
+    """Returns the calling thread's current stream of one device, a cudaStream_t, at each call."""
 
     def __init__(self, device: str) -> None:
         self._index = int(device.partition(":")[2])
         self._source: Callable[[], int] | None = None
-        self._raw: Callable[[int], int] | None = None  # asked for every gradient
+        self._raw: Callable[[int], int] | None = None  # called for every gradient
 
     def set(self, stream: Any) -> None:
-        """Follows `stream` from now on, as `Mesh.set_stream` says."""
+        """From now on follows `stream`, as described in `Mesh.set_stream`."""
         if stream is None:
             self._source = None
         elif callable(stream):
@@ -44,7 +44,7 @@ class CurrentStream:
         return self._raw(self._index)
 
 
-# An int, or what torch (cuda_stream), CuPy (ptr) and others (handle) call it.
+# An int, or the attribute of torch (cuda_stream), CuPy (ptr) and others (handle).
 def _handle_of(stream: Any) -> int:
     for name in ("cuda_stream", "ptr", "handle"):
         found = getattr(stream, name, None)

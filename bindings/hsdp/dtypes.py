@@ -1,4 +1,4 @@
-"""Names of element types, as every array library spells them."""
+"""Names of element types, as array libraries spell them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 
 from hsdp.errors import UsageError
 
-#: "f32", "bf16", "f16", "f64", "i64", "u8" or their long names, or the dtype of an array library:
-#: `numpy.float32`, `torch.bfloat16`, `jax.numpy.float16`. Of parameters "complex64" and "complex128", too.
+#: "f32", "bf16", "f16", "f64", "i64", "u8" or their long names, or an array library's dtype, such as `numpy.float32` or
+#: `torch.bfloat16`. Parameters may also be "complex64" and "complex128".
 DtypeLike: TypeAlias = Any
 
 
@@ -21,13 +21,13 @@ def dtype_text(dtype: DtypeLike) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-# Of the real and the imaginary part.
+# The dtype of the real and the imaginary part.
 _PARTS = {"complex64": "float32", "complex128": "float64"}
 
 
 def registered(shape: tuple[int, ...], dtype: DtypeLike) -> tuple[tuple[int, ...], str, bool]:
-    """Shape and dtype of a parameter as the library knows it, of a complex one those of its real view, and
-    whether it is complex.
+    """Shape and dtype of a parameter as the library sees them (those of its real view if it is
+    complex), and whether it is complex.
     """
     text = dtype_text(dtype)
     if text.startswith("complex") and text not in _PARTS:
@@ -36,11 +36,11 @@ def registered(shape: tuple[int, ...], dtype: DtypeLike) -> tuple[tuple[int, ...
 
 
 def optional_dtype_text(dtype: DtypeLike | None) -> str | None:
-    """As `dtype_text`, and None for None."""
+    """Like `dtype_text`, but None for None."""
     return None if dtype is None else dtype_text(dtype)
 
 
 def wire_text(dtype: DtypeLike | None) -> str | None:
-    """The short name of what can travel."""
+    """The short name of a wire dtype."""
     text = optional_dtype_text(dtype)
     return {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}.get(text or "", text)

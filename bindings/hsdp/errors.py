@@ -1,4 +1,4 @@
-"""What hsdp raises. Everything is an `hsdp.Error`."""
+"""The exceptions of hsdp, all subclasses of `hsdp.Error`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 
 class Error(Exception):
-    """Base of everything that hsdp raises.
+    """Base of all exceptions of hsdp.
 
-    `ranks` are the ranks at fault, as ranks of the job; empty where the error concerns no rank. A
-    job that another rank ended on purpose (Ctrl-C in a wait) raises this class and names that rank.
+    `ranks` are the job ranks at fault; empty if the error concerns no rank. If another rank ended the
+    job on purpose (Ctrl-C in a wait), this class itself is raised and names that rank.
     """
 
     ranks: tuple[int, ...]
@@ -36,11 +36,11 @@ class MismatchError(Error):
 
 
 class StepAbortedError(Error):
-    """Another rank dropped the step, or failed to set the Reducer up; all ranks may try again."""
+    """Another rank dropped the step, or failed to set up the Reducer; all ranks may try again."""
 
 
 class UsageError(Error, ValueError):
-    """A call that breaks the rules: wrong shape, dtype, device, name or order of calls.
+    """A call that violates the interface: wrong shape, dtype, device, name or order of calls.
 
     The message says what was wrong and what to do.
     """

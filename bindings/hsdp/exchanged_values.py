@@ -1,4 +1,4 @@
-"""Reductions over the control connection: of numbers, and what sums of arrays are not."""
+"""Reductions over the control connection: of numbers, and of arrays other than sums."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hsdp.options import ReduceOp
 
 NumberT = TypeVar("NumberT", int, float)
 
-# Of all ranks' messages together; one exchange carries at most 64 MiB.
+# Limit for all ranks' messages together; one exchange carries at most 64 MiB.
 _MESSAGE_BYTES = 16 << 20
 
 
 def reduce_number(group: _hsdp.Communicator, x: NumberT, op: ReduceOp) -> NumberT:
-    """Of one int or float of each rank, in ascending rank; ints exactly."""
+    """Reduces one int or float per rank, in ascending rank; ints exactly."""
     kind = type(x)
     header = f"{op} of {'an int' if kind is int else 'a float'}"
     values = [kind(text) for text in _exchange(group, header, repr(x))]
@@ -33,7 +33,7 @@ def reduce_number(group: _hsdp.Communicator, x: NumberT, op: ReduceOp) -> Number
         return total
     if kind is int:
         return max(values) if op == "max" else min(values)
-    return kind(_extreme(op).reduce(np.array(values)))  # a NaN is the result
+    return kind(_extreme(op).reduce(np.array(values)))  # keeps a NaN
 
 
 def reduce_array(group: _hsdp.Communicator, x: Any, op: ReduceOp) -> None:
@@ -78,7 +78,7 @@ def _exchange(group: _hsdp.Communicator, header: str, text: str) -> list[str]:
     return list(texts)
 
 
-# A writable array over the memory, or over a copy that is put back; bf16 as uint16.
+# A writable array over the memory, or over a copy to be written back; bf16 as uint16.
 def _on_host(x: Any) -> tuple[np.ndarray[Any, Any], bool, Callable[[], None]]:
     torch = sys.modules.get("torch")
     on_gpu = isinstance(x, Array) and x.device != "cpu"

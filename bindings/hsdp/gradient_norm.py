@@ -12,15 +12,15 @@ from hsdp import _hsdp
 from hsdp.array import Array
 from hsdp.errors import Error, UsageError
 
-#: What is added to a norm before something is divided by it, as torch does.
+#: Added to a norm before dividing by it, as in torch.
 EPSILON = 1e-6
 
 
 def clip(
     reducers: list[Any], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Any:
-    """Scales the results of all of them so that their norm is at most `max_norm`; the norm that was,
-    as `norm` gives it.
+    """Scales the results of all Reducers so that their norm is at most `max_norm`; returns the norm
+    before that, like `norm`.
     """
     if not max_norm >= 0:
         raise UsageError(
@@ -46,8 +46,8 @@ def _number_of(norm: Any) -> float:
 
 
 def norm(reducers: list[Any], norm_type: float) -> Any:
-    """The norm of the results of all of them together: memory of one f64 where the mesh is, or an array
-    of one.
+    """The joint norm of the results of all Reducers: one f64 on the mesh's device, or an array of one
+    element.
     """
     handles = [one._handle for one in reducers]
     if norm_type == 2:
@@ -68,7 +68,7 @@ def norm(reducers: list[Any], norm_type: float) -> Any:
     return together
 
 
-# Where one is NaN, it is. Of NumPy's arrays, or torch's tensors.
+# NaN if any part is NaN. For NumPy arrays or torch tensors.
 def _maximum(parts: list[Any]) -> Any:
     most = parts[0]
     for part in parts[1:]:
@@ -76,7 +76,7 @@ def _maximum(parts: list[Any]) -> Any:
     return most
 
 
-# Rare ones: the arrays' own libraries know them. One number for each array, in a fixed order.
+# These norms are rare, so the arrays' libraries compute them: one number per array, in a fixed order.
 def _norm_on_host(results: list[Any], norm_type: float, group: Any) -> Any:
     if norm_type == 1:
         return group.all_reduce(np.array([sum(np.abs(x).sum(dtype=np.float64) for x in results)]))
@@ -94,8 +94,8 @@ def _norm_on_gpu(results: list[Any], norm_type: float, group: Any) -> Any:
     return torch.from_dlpack(rows).amax()
 
 
-# NumPy arrays, or on a GPU torch tensors; complex where the parameter is. Once the first stands, the ranks
-# agree on the step.
+# NumPy arrays, or on a GPU torch tensors; complex for complex parameters. Once the first result is
+# there, the ranks agree on the step.
 def _results(reducers: list[Any]) -> list[Any]:
     on_host = reducers[0]._mesh.device == "cpu"
     as_array = np.asarray if on_host else importlib.import_module("torch").from_dlpack
@@ -113,7 +113,7 @@ def _as_complex(parts: Any) -> Any:
     return importlib.import_module("torch").view_as_complex(parts.view(-1, 2))
 
 
-# As the kernel does: by a NaN nothing is scaled, by an infinity all become zero or NaN.
+# Like the kernel: a NaN scales nothing; an infinity makes every element zero or NaN.
 def _scale(reducers: list[Any], max_norm: float, was: Any) -> None:
     factor = max_norm / (was + EPSILON)
     if reducers[0]._mesh.device == "cpu":

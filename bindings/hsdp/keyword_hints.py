@@ -1,8 +1,8 @@
-"""Keyword arguments that other libraries have, and what says the same here.
+"""Hints for keyword arguments of other libraries: what they are called here.
 
-One that is not known here is Python's TypeError; one that is known from DDP, FSDP, DeepSpeed or
-torch's ZeroRedundancyOptimizer, or is much like one that the function takes, is the same TypeError with
-a hint. Type checkers see the signatures as they are, and refuse all of them.
+An unknown keyword is Python's TypeError. If DDP, FSDP, DeepSpeed or torch's ZeroRedundancyOptimizer
+have it, or if it resembles one that the function takes, the TypeError includes a hint. Type checkers
+see the original signatures and reject all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WHOLE = "parameters are whole on every rank here; leave it out"
 _LAST = "the microbatch that ends a step says so: reducer.microbatch(last=True)"
 _OPTIMIZER = "hsdp.zero.ShardedOptimizer has it: "
 
-#: of hsdp.Reducer and Reducer.attach
+#: for hsdp.Reducer and Reducer.attach
 REDUCER = {
     # DistributedDataParallel
     "module": "call reducer.attach(model)",
@@ -69,7 +69,7 @@ REDUCER = {
     "zero_quantized_gradients": "replica_hop=hsdp.quant.LocoHop() of hsdp.Reducer",
 }
 
-#: of hsdp.zero.ShardedOptimizer
+#: for hsdp.zero.ShardedOptimizer
 OPTIMIZER = {
     "process_group": _MESH,
     "parameters_as_bucket_view": _LEAVE_OUT,
@@ -81,7 +81,7 @@ OPTIMIZER = {
     "mesh": "the mesh is that of the Reducer; leave it out",
 }
 
-#: of hsdp.init_mesh
+#: for hsdp.init_mesh
 MESH = {
     "backend": 'engine="host", "nccl" or "mpi"',
     "device_type": "device=",
@@ -94,7 +94,7 @@ MESH = {
 
 
 def hinting(hints: Mapping[str, str]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Gives a function the hints; a word that it takes itself needs none."""
+    """Adds the hints to a function; keywords that it accepts need none."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         own = inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""Where the ranks' descriptions of something differ."""
+"""Finds where the ranks' descriptions of something differ."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ NOTHING = "nothing"
 
 
 class LineDifference(NamedTuple):
-    """The first line that is not the same everywhere."""
+    """The first line that is not the same on all ranks."""
 
-    #: each rank's, in rank order; "nothing" where it has no such line
+    #: one per rank, in rank order; "nothing" if a rank has no such line
     lines: list[str]
-    #: those whose line is not rank 0's, by their places in the group
+    #: the ranks whose line differs from rank 0's, as places in the group
     places: list[int]
 
 
 def first_difference(
     world: Communicator, lines: Sequence[str], act: str
 ) -> LineDifference | None:
-    """The same answer on every rank; None when all lines are equal. Collective: one short message a
-    rank, and a few more to find a difference, so that they stay short for any number of lines. `act`:
+    """Returns the same on every rank; None if all lines are equal. Collective. Sends one short message
+    per rank, and a few more to find a difference; they stay short for any number of lines. `act`:
     what this rank is about to do, for ranks that do something else.
     """
     if world.size == 1:
@@ -33,7 +33,7 @@ def first_difference(
     if _are_equal(words):
         return None
     same, differ = 0, max(int(word.split()[0]) for word in words)
-    while differ - same > 1:  # the first so many lines are the same, or differ
+    while differ - same > 1:  # the first `same` lines agree, the first `differ` do not
         middle = (same + differ) // 2
         if _are_equal(world._handle.exchange(digest_of(lines[:middle]), act)):
             same = middle
@@ -48,5 +48,5 @@ def _are_equal(words: Sequence[str]) -> bool:
 
 
 def digest_of(lines: Sequence[str]) -> str:
-    """Equal for equal lines."""
+    """A digest: equal for equal lines."""
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()

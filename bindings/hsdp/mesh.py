@@ -1,4 +1,4 @@
-"""The mesh: a world of ranks cut into replicate x shard."""
+"""The mesh: a world of ranks divided into replicate x shard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hsdp.keyword_hints import MESH, hinting
 from hsdp.options import Engine
 
 
-# What those who know torch.distributed look for on a mesh, and where it is.
+# Names that torch.distributed users look for on a mesh, and their counterparts.
 _ELSEWHERE = {
     "get_rank": "rank",
     "get_world_size": "size",
@@ -33,17 +33,17 @@ _ELSEWHERE = {
 
 
 class Mesh(Closing):
-    """A world of ranks cut into replicate x shard: rank = replica * shard_size + shard_rank.
+    """A world of ranks divided into replicate x shard: rank = replica * shard_size + shard_rank.
 
-    Made by `init_mesh`. Ranks of a shard group are neighbours (one node), ranks of a replicate
-    group are `shard_size` apart. Also a context manager, which closes it.
+    Made by `init_mesh`. Ranks of a shard group are neighbours (one node); ranks of a replicate group
+    are `shard_size` apart. It is also a context manager, which closes it.
     """
 
     __slots__ = ("_handle", "_job_size", "_replicate_group", "_shard_group", "_stream", "_world", "__weakref__")
 
     def __init__(self, handle: _hsdp.Mesh) -> None:
         self._handle = handle
-        self._job_size = _hsdp.job_size()  # as the launcher says now
+        self._job_size = _hsdp.job_size()  # according to the launcher
         self._world = Communicator(handle.world())
         self._shard_group = Communicator(handle.shard_group())
         self._replicate_group = Communicator(handle.replicate_group())
@@ -53,7 +53,7 @@ class Mesh(Closing):
 
     @property
     def rank(self) -> int:
-        """This process' rank in the mesh's world."""
+        """This process's rank in the mesh's world."""
         return self._handle.rank
 
     @property
@@ -83,7 +83,7 @@ class Mesh(Closing):
 
     @property
     def timeout_s(self) -> float:
-        """How many seconds any wait lasts at most."""
+        """The longest time, in seconds, that any wait lasts."""
         return self._handle.timeout_s
 
     @property
@@ -112,14 +112,14 @@ class Mesh(Closing):
         return self._replicate_group
 
     def set_stream(self, stream: Any) -> None:
-        """On a GPU: where gradients are made and results are read from now on, by everything that
-        uses this mesh.
+        """On a GPU, sets the stream on which the caller makes gradients and reads results, for
+        everything that uses this mesh.
 
-        Gradients are read after what that stream has been given when they are handed over, and
-        results are there for what it is given next; no call waits for the GPU in between. `stream`
-        is a cudaStream_t as an int, a torch or CuPy stream, or a function that returns one and is
-        called each time. None, as at the start: torch's current stream once torch has used the GPU,
-        else the legacy default stream. UsageError on the host, which has no streams.
+        hsdp reads a gradient after the work that was on the stream when it was handed over. Results are
+        ready for the stream's next work. No call waits for the GPU in between. `stream` is a
+        cudaStream_t as an int, a torch or CuPy stream, or a function that returns one and is called
+        each time. None, the default: torch's current stream once torch has used the GPU, otherwise the
+        legacy default stream. Raises UsageError on the host, which has no streams.
         """
         if self._stream is None:
             raise UsageError(
@@ -130,15 +130,15 @@ class Mesh(Closing):
         self._handle.follow(self._stream, stream is not None)
 
     def close(self) -> None:
-        """Ends the mesh on this rank; safe to call twice. Later calls are a UsageError.
+        """Ends the mesh on this rank; safe to call twice. Later calls raise UsageError.
 
-        Reducers made on it stay usable until they are closed, but for an attached model before its
-        first step, and one whose buffers follow rank 0's; `hsdp.uneven`, and norms of 1 and inf, need
-        the mesh, too.
+        Its Reducers stay usable until they are closed, except one with an attached model before its
+        first step or with buffers that follow rank 0's. `hsdp.uneven`, and norms of 1 and inf, also
+        need the mesh.
         """
         self._handle.close()
 
-    if not TYPE_CHECKING:  # checkers know all that it has
+    if not TYPE_CHECKING:  # checkers know all its attributes
 
         def __getattr__(self, name: str) -> Any:
             text = f"'Mesh' object has no attribute '{name}'"
@@ -152,7 +152,7 @@ class Mesh(Closing):
                 f"hsdp.Mesh({self.replicate_size} x {self.shard_size}, rank {self.rank} of "
                 f"{self.size}, {self.device}, {self._world.transport})"
             )
-        except Error:  # in a forked child, too
+        except Error:  # includes a forked child
             return "hsdp.Mesh(closed)"
 
 
@@ -165,28 +165,27 @@ def init_mesh(
     ranks: Sequence[Sequence[int]] | None = None,
     timeout_s: float = 300.0,
 ) -> Mesh:
-    """Connects to the other processes of the job and cuts them into replicate x shard.
+    """Connects to the other processes of the job and divides them into replicate x shard.
 
-    Rank and size come from the launcher: hsdp_run, torchrun, mpirun or srun; where its variables
-    are missing or incomplete, from torch.distributed once init_process_group was called
-    (torch.multiprocessing.spawn, Lightning); alone, a process is a world of one. Collective over
-    the job. Across hosts the ranks meet at HSDP_ADDR:HSDP_PORT; without these MPI tells them where,
-    or torch's store.
+    Rank and size come from the launcher: hsdp_run, torchrun, mpirun or srun. If its variables are
+    missing or incomplete, they come from torch.distributed once init_process_group was called
+    (torch.multiprocessing.spawn, Lightning); without either, a process is a world of one. Collective
+    over the job. Across hosts the ranks meet at HSDP_ADDR:HSDP_PORT, or else through MPI or torch's
+    store.
 
     - `replicate`, `shard`: their product is the number of processes, or of `ranks`.
-    - `engine`: "host", "nccl", "mpi" or "auto" (nccl for a CUDA device, else host).
-    - `device`: where gradients live, "cpu" (None) or "cuda:0"; a `torch.device` is taken too.
-      "cuda" is torch's current device once torch is imported, else the first one.
-    - `ranks`: a 2-D array of job ranks, `ranks[replica][shard_rank]`, for several meshes in one
-      job. Each process passes the array that holds its own rank.
-    - `timeout_s`: seconds after which any wait for a peer is a TimeoutError: also for one that is
-      busy with its own work, as an evaluation on rank 0 only. Meshes that are open at the same
-      time share the first one's; `mesh.timeout_s` tells.
+    - `engine`: "host", "nccl", "mpi" or "auto" (nccl for a CUDA device, otherwise host).
+    - `device`: where gradients live: "cpu" (None), "cuda:0", or a `torch.device`. "cuda" is torch's
+      current device once torch is imported, otherwise the first one.
+    - `ranks`: a 2-D array of job ranks, `ranks[replica][shard_rank]`, for several meshes in one job.
+      Each process passes the array that holds its own rank.
+    - `timeout_s`: seconds after which any wait for a peer raises TimeoutError, even if the peer is only
+      busy, for example with an evaluation on rank 0. Meshes that are open at the same time share the
+      first one's; see `mesh.timeout_s`.
 
-    Raises UsageError for sizes that do not fit the job, and where the launcher and
-    torch.distributed disagree on rank or size; MismatchError when ranks ask for different meshes,
-    TimeoutError when a rank does not come. Ctrl-C while it waits leaves the attempt behind; the
-    process should end then.
+    Raises UsageError if the sizes do not fit the job, or if the launcher and torch.distributed disagree
+    on rank or size; MismatchError if ranks ask for different meshes; TimeoutError if a rank does not
+    come. Ctrl-C while waiting abandons the attempt; the process should then end.
     """
     rows, columns = _whole("replicate", replicate), _whole("shard", shard)
     table = [] if ranks is None else [[_whole("ranks", rank) for rank in row] for row in ranks]
@@ -200,17 +199,17 @@ def init_mesh(
 
 
 def job_size() -> int:
-    """How many ranks the launcher started, whichever it was, else torch.distributed has: 1 without
-    either. Connects to nobody.
+    """The number of ranks that the launcher started, or otherwise that torch.distributed has; 1 without
+    either. Does not connect.
 
-    Raises UsageError for variables of a launcher that contradict torch.distributed, and without
-    that for variables that are incomplete or contradict each other.
+    Raises UsageError if a launcher's variables contradict torch.distributed, or, without that, if they
+    are incomplete or contradict each other.
     """
     launch = _distributed_launch()
     return _hsdp.job_size() if launch is None else int(launch.job_size())
 
 
-# What init_process_group was told about the ranks; None before it was called.
+# The arguments of init_process_group about the ranks; None before it was called.
 def _distributed_launch() -> Any:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
@@ -241,8 +240,8 @@ def _current_device() -> str:
 
 
 def as_mesh(mesh: Any, call: str, remedy: str) -> Mesh:
-    """A Mesh from whatever is accepted as one: a Mesh, or torch's DeviceMesh. `call` and `remedy`: of the
-    UsageError for anything else.
+    """Returns a Mesh for a Mesh or torch's DeviceMesh. `call` and `remedy` appear in the UsageError for
+    anything else.
     """
     if isinstance(mesh, Mesh):
         return mesh

@@ -1,4 +1,4 @@
-"""Errors that say which of several Reducers they are of."""
+"""Errors that say which of several Reducers they concern."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _Kind = TypeVar("_Kind", bound=type)
 
 
 def who_of(names: Iterable[str | None]) -> str:
-    """Reducers of these names, in an error; empty where none has a name."""
+    """How an error refers to Reducers with these names; empty if none has a name."""
     known = [repr(name) for name in names if name is not None]
     return f"reducer{'s' if len(known) > 1 else ''} {', '.join(known)}" if known else ""
 
 
 @contextlib.contextmanager
 def naming(who: str) -> Iterator[None]:
-    """An error that leaves the block says `who`, unless it does so already."""
+    """An error that leaves the block names `who`, unless it already does."""
     try:
         yield
     except Error as error:
@@ -30,8 +30,8 @@ def naming(who: str) -> Iterator[None]:
 
 
 def put_name(error: BaseException, who: str) -> None:
-    """Makes an error of the library say `who`: where it begins with "reducer: ", or at its end. What
-    ends a mesh may have been met in another Reducer first.
+    """Inserts `who` into an error of the library: after "reducer: " at its beginning, or at its end.
+    The error that ends a mesh may have appeared in another Reducer first.
     """
     text = str(error)
     if not who or not isinstance(error, Error) or who in text or text.startswith("reducer '"):
@@ -44,7 +44,7 @@ def put_name(error: BaseException, who: str) -> None:
 
 
 def naming_itself(kind: _Kind) -> _Kind:
-    """Of a class: what leaves its own methods and properties says `self._who`, once that is there."""
+    """For a class: errors from its own methods and properties name `self._who`, once that is set."""
     for name, member in vars(kind).copy().items():
         if name == "_who" or (name.startswith("__") and name != "__init__"):
             continue

@@ -1,4 +1,4 @@
-"""Reducers of a program that ends: their snapshots are written, and nobody waits for their steps."""
+"""Reducers of a program that ends: writes their snapshots, but does not wait for their steps."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 def leave(reducer: Reducer, reason: str, grace_s: float) -> None:
-    """Closes it on a rank that will not go on. The others hear that its step is dropped. Where one
-    does not in that time, as it waits for this rank elsewhere, in torch.distributed say, the mesh
-    ends on every rank.
+    """Closes `reducer` on a rank that will not continue. The others learn that its step is dropped. If
+    one does not within `grace_s`, because it waits for this rank elsewhere (in torch.distributed,
+    say), the mesh ends on every rank.
     """
     try:
         reducer._leave(reason, grace_s)
-    except Exception:  # why this rank leaves matters more
+    except Exception:  # the reason why this rank leaves is more important
         pass
 
 
-# Snapshots are written in the background: a program that just ends still gets them.
+# Snapshots are written in the background: finish them even if the program just ends.
 @atexit.register
 def _end_open_reducers() -> None:
     for reducer in list(open_reducers):
         try:
             reducer.flush()
-        except UsageError:  # a forked child, or a call that was left behind
+        except UsageError:  # a forked child, or a call that was interrupted
             continue
         except Error as error:
             print(f"hsdp: a snapshot was lost: {error}", file=sys.stderr)

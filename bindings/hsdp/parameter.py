@@ -13,9 +13,9 @@ class Parameter(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    #: of its gradients
+    #: the dtype of its gradients
     dtype: str
-    #: wire of its shard hop; None: that of the Reducer
+    #: wire dtype of its shard hop; None: the Reducer's
     reduce_dtype: str | None
     group: str
     #: whether this is the real view of complex numbers, whose last dimension is 2
@@ -32,21 +32,21 @@ class Slice(NamedTuple):
 class Balance(NamedTuple):
     """How evenly the ranks of a shard group share a layout: 1 is even."""
 
-    #: what the rank has that owns most, over the mean
+    #: the most that a rank owns, relative to the mean
     elements: float
-    #: the longest of the rows of each bucket, times the ranks, over all that travels
+    #: ranks times the longest row of each bucket, relative to all data
     traffic: float
 
 
 def unused_names(handle: _hsdp.Reducer, call: str) -> set[str]:
-    """With missing="zero", the parameters of which no rank had a gradient in the finished step."""
+    """With missing="zero", the parameters without a gradient on any rank in the finished step."""
     unused = handle.unused_parameters(call)
     rows = handle.parameters() if unused else []
     return {rows[i][0] for i in unused}
 
 
 def warn_of_no_gradients(call: str) -> None:
-    """With missing="zero" some parameters may go unused in a step; where all do, something is wrong."""
+    """With missing="zero", some parameters may be unused in a step; if all are, something is wrong."""
     warn_caller(
         f"{call}: expected a gradient in the step, got none at all on any rank, so that no "
         "parameter is updated; run the backward pass (loss.backward()) inside the microbatch"

@@ -16,13 +16,13 @@ __all__ = ["LocoHop", "QuantizationError"]
 
 
 class QuantizationError(NamedTuple):
-    """By how much of its norm quantization has changed a parameter's gradient on this rank; 0.08 to
-    0.17 is usual with 4 bits.
+    """How much of its norm quantization changed in a parameter's gradient on this rank; 0.08 to 0.17 is
+    usual with 4 bits.
     """
 
     #: what this replica sent
     scattered: float
-    #: of the sums that this replica sent back to all; 0 where it had none to
+    #: for the sums that this replica sent back to all; 0 if it sent none
     gathered: float
 
 
@@ -63,32 +63,33 @@ def _patterns(exclude: Any) -> list[str]:
 
 
 class LocoHop(_hsdp.LocoHop):
-    """Sends 4 or 8 bits an element between replicas, and feeds back what rounding leaves over.
+    """Sends 4 or 8 bits per element between replicas, and feeds the rounding error back.
 
         hop = hsdp.quant.LocoHop()
         reducer = hsdp.Reducer(mesh, replica_hop=hop)              # or, for an FSDP2 model:
         handle = hsdp.torch.replica_hook(model, mesh, hop)
 
-    All ranks pass the same options. A hop belongs to one Reducer or replica_hook, until that is
-    closed. Every replica ends with the same bits. The method is LoCo (Xie et al., arXiv 2407.04480); DeepSpeed's options
-    will do: `LocoHop(**config["zeropp_loco_param"])`.
+    All ranks pass the same options. A hop belongs to one Reducer or replica_hook until that is closed.
+    Every replica ends with the same bits. The method is LoCo (Xie et al., arXiv 2407.04480);
+    DeepSpeed's options work: `LocoHop(**config["zeropp_loco_param"])`.
 
     - `bits`: of a code on the way to its owner: 4 or 8.
     - `group_size`: elements that share a scale, a multiple of 32 up to 4096.
     - `scale_dtype`: "bf16" or "f32".
     - `err_beta`: the weight of the old error, from 0 to below 1.
-    - `reset_T`: the errors start from zero every so many steps; 0: never.
-    - `error_dtype`: how errors are kept: "int8" or "f32".
-    - `gather`: the way back: "int4", "int8" or "bf16" (which keeps no error); None: as `bits`.
+    - `reset_T`: reset the errors to zero every this many steps; 0: never.
+    - `error_dtype`: how errors are stored: "int8" or "f32".
+    - `gather`: format of the way back: "int4", "int8" or "bf16" (which keeps no error); None: as
+      `bits`.
     - `error_feedback`: False quantizes without it.
-    - `exclude`: parameters that travel unquantized: names, or patterns of fnmatch.
-    - `plain_dtype`: what those travel in; None: the Reducer's `replica_dtype`.
-    - `warmup_steps`: first steps that travel unquantized.
-    - `stochastic_error`, `seed`: int8 errors are rounded stochastically.
+    - `exclude`: parameters sent unquantized: names, or fnmatch patterns.
+    - `plain_dtype`: the wire dtype of these; None: the Reducer's `replica_dtype`.
+    - `warmup_steps`: in these first steps nothing is quantized.
+    - `stochastic_error`, `seed`: round int8 errors stochastically.
     - `error_every`: steps between figures for `quantization_error`; 0: never.
 
-    Raises UsageError for options that cannot be used. Calls come between steps: after the result
-    of the last one was read, or, with replica_hook, after `handle.finish()`.
+    Raises UsageError for invalid options. Call its methods between steps: after reading the result of
+    the last one or, with replica_hook, after `handle.finish()`.
     """
 
     def __init__(
@@ -130,22 +131,22 @@ class LocoHop(_hsdp.LocoHop):
 
     @property
     def steps(self) -> int:
-        """Clean steps so far: those that neither overflowed nor were dropped."""
+        """The number of clean steps so far: those that neither overflowed nor were dropped."""
         return self.steps_so_far()
 
     def scale_errors(self, factor: float) -> None:
-        """Multiplies what is still owed, with the same factor on every rank; at most 1.
+        """Multiplies the errors by `factor`, at most 1 and the same on every rank.
 
-        For a step that was clipped much harder than usual: the errors keep the unclipped rest of a
-        spike and would deliver it over the next steps. min(1, clip coefficient / its running mean)
-        is a good factor.
+        Call it when a step was clipped much harder than usual: otherwise the errors deliver the
+        unclipped rest of the spike over the next steps. min(1, clip coefficient / its running mean) is
+        a good factor.
         """
         self.scale(float(factor))
 
     def quantization_error(self) -> dict[str, QuantizationError]:
-        """By parameter, of the last clean step in which it was taken, every `error_every` steps.
+        """By parameter, for the last clean step in which it was measured, every `error_every` steps.
 
-        A parameter above 0.3 is also named on stderr, once: exclude it, or take smaller groups.
+        The first one above 0.3 is also reported on stderr, once: exclude it, or use smaller groups.
         """
         return {
             name: QuantizationError(scattered, gathered)
@@ -153,12 +154,13 @@ class LocoHop(_hsdp.LocoHop):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's errors, as copies in host memory: torch tensors where torch is imported, else
-        NumPy arrays. Empty before the Reducer is prepared, unless it was loaded; with one replica
-        there are no errors.
+        """This rank's errors, as copies in host memory: torch tensors if torch is imported, otherwise
+        NumPy arrays. Empty before the Reducer is prepared, unless a state was loaded. With one
+        replica there are no errors.
 
-        Keys name parameter, replica and place, so all ranks' may be saved together, as torch's DCP
-        does: `dcp.save({"hop": hop.state_dict()}, checkpoint_id=folder)`. int8 codes are in uint8.
+        Keys contain parameter, replica and place, so all ranks' errors can be saved together, for
+        example with torch's DCP: `dcp.save({"hop": hop.state_dict()}, checkpoint_id=folder)`. int8
+        codes are stored as uint8.
         """
         state = self.state()
         torch = sys.modules.get("torch")
@@ -167,27 +169,27 @@ class LocoHop(_hsdp.LocoHop):
         return {key: torch.from_numpy(array) for key, array in state.items()}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes errors back; before the Reducer's first step, or between steps.
+        """Restores errors; call it before the Reducer's first step, or between steps.
 
-        With the same options, mesh and buckets a rank loads its own, and goes on with the same
-        bits. Otherwise it takes all ranks' together (a union of their dicts will do): another
-        number of replicas or shards, `group_size`, `error_dtype` or `err_beta` is converted, so that
-        what is owed survives. With `strict` all parameters on both sides have to match; else new
-        ones start from zero. Raises UsageError when it does not fit, as late as the Reducer's first
-        step if it is loaded before that; nothing has changed then.
+        With the same options, mesh and buckets, each rank loads its own and continues with the same
+        bits. Otherwise it needs all ranks' errors together (a union of their dicts will do): a
+        different number of replicas or shards, `group_size`, `error_dtype` or `err_beta` is converted
+        so that what is owed survives. With `strict`, the parameters on both sides must match; otherwise
+        new ones start from zero. Raises UsageError, and changes nothing, if the state does not fit; if
+        it is loaded before the Reducer's first step, that may come as late as in this step.
         """
         self.load(dict(state), bool(strict))
 
     def state_dict_for(self, metadata: Any, prefix: str = "") -> dict[str, Any]:
-        """Empty tensors to load a checkpoint into that ranks of any mesh have saved with DCP.
+        """Empty tensors for loading a checkpoint that ranks of any mesh have saved with DCP.
 
             saved = dcp.FileSystemReader(folder)
             state = {"hop": hop.state_dict_for(saved.read_metadata(), prefix="hop.")}
             dcp.load(state, storage_reader=saved)
             hop.load_state_dict(state["hop"])
 
-        What this rank needs once the Reducer is prepared; before that, all. `prefix` is what DCP has
-        put before the keys.
+        Contains what this rank needs once the Reducer is prepared; before that, everything. `prefix` is
+        what DCP put before the keys.
         """
         import torch
 

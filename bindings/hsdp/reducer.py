@@ -1,4 +1,4 @@
-"""The Reducer: microbatches of gradients in, shards of their mean out."""
+"""The Reducer: takes microbatches of gradients and returns shards of their mean."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 @naming_itself
 class Reducer(ReducerResults, Closing):
-    """Reduces gradients over a mesh: each microbatch is reduce-scattered in the shard group and
-    added to an fp32 carry, the step's last one goes over the replicas too.
+    """Reduces gradients over a mesh: each microbatch is reduce-scattered in the shard group and added
+    to an fp32 carry; the step's last one is also reduced over the replicas.
 
         mesh = hsdp.init_mesh(replicate=2, shard=2)
         reducer = hsdp.Reducer(mesh, reduce_dtype="bf16")
@@ -59,46 +59,44 @@ class Reducer(ReducerResults, Closing):
                 reducer.gradient_ready("w", gradient)
         mean = reducer.shard("w")
 
-    Result = (sum over microbatches and ranks) / f; f is the number of ranks, so microbatches are
-    summed, not averaged, unless `divide_by`, `divide_by_tokens` or `set_gradient_divide_factor` say
-    otherwise.
+    Result = (sum over microbatches and ranks) / f. f is the number of ranks, so microbatches are
+    summed, not averaged, without `divide_by`, `divide_by_tokens` or `set_gradient_divide_factor`.
 
     - `mesh`: an `hsdp.Mesh`, or a torch DeviceMesh.
-    - `reduce_dtype`: what travels in the shard group: "f32", "bf16", "f16"; None: each gradient's
-      own dtype. Sums are fp32 in any case. Gradients of f64 travel and are summed in f64, whatever
-      the wires.
-    - `replica_dtype`: what travels between replicas; None: the reduce dtype.
+    - `reduce_dtype`: the wire dtype in the shard group: "f32", "bf16", "f16"; None: each gradient's own
+      dtype. Sums are always fp32, except that f64 gradients travel and are summed in f64.
+    - `replica_dtype`: the wire dtype between replicas; None: the reduce dtype.
     - `layout`: "flat" cuts parameters into even ranges; "dim0" into rows of their first dimension;
       "whole" gives each parameter to one rank, for optimizers of whole matrices.
-    - `bucket_bytes`: wire bytes that travel together; default 2 MiB on the host, which a cache
-      holds between packing and summing, 32 MiB on GPUs (64 KiB a rank up to 128 MiB).
-    - `missing`: "error": each parameter gets one gradient per microbatch; "zero": holes are zeros.
+    - `bucket_bytes`: wire bytes that travel together. Default: 2 MiB on the host, which stays in a
+      cache between packing and summing; 32 MiB on GPUs (64 KiB per rank, up to 128 MiB).
+    - `missing`: "error": each parameter gets one gradient per microbatch; "zero": missing ones are 0.
     - `backwards`: "many" adds the gradients of several backward passes within a microbatch, as
       `hsdp.zero.coalesce_grad_reduction` does for a block.
-    - `accumulate_dtype`: of local sums, as of `no_sync`: "f32", or "param" for the gradient's.
-    - `accumulate_on`: where local sums lie: "device", or "host": in pinned memory beside a GPU,
-      whose own memory it spares; each gradient then crosses the bus.
+    - `accumulate_dtype`: of local sums, as in `no_sync`: "f32", or "param" for the gradient's.
+    - `accumulate_on`: where local sums lie: "device", or "host" for pinned memory beside a GPU. "host"
+      saves GPU memory, but each gradient crosses the bus.
     - `reduction`: "exact" (the same bits everywhere), or "native" (nccl only).
-    - `divide_by`: "ranks", or "ranks*microbatches", for the mean over microbatches too; of a window
-      each pass counts.
-    - `verify_every`: in every Nth step the replicas compare the bits of its result: a `MismatchError`
-      before anybody reads it names the parameter and the ranks whose bits are others. 0: never.
-    - `replica_hop`: another way over the replicas, as `hsdp.quant.LocoHop`; None: the plain one.
-    - `name`: for programs with several; in every error, in `repr` and in snapshots. The same on
-      every rank.
+    - `divide_by`: "ranks", or "ranks*microbatches" for the mean over microbatches, too; each pass of a
+      window counts.
+    - `verify_every`: in every Nth step the replicas compare the bits of its result. A difference raises
+      a `MismatchError`, before the result can be read, with the parameter and the ranks. 0: never.
+    - `replica_hop`: another hop between replicas, such as `hsdp.quant.LocoHop`; None: the plain one.
+    - `name`: for programs with several Reducers; appears in every error, in `repr` and in snapshots.
+      The same on every rank.
 
-    Construction, the first `begin_microbatch`, microbatches, `finish`, `discard`, `grad_norm`,
-    `clip_grad_norm_`, `gather_*` and `close` are called by every rank of the mesh in the same
-    order. `gradient_ready` may be called from any thread; everything else from one at a time.
+    Every rank of the mesh calls the constructor, the first `begin_microbatch`, microbatches, `finish`,
+    `discard`, `grad_norm`, `clip_grad_norm_`, `gather_*` and `close` in the same order.
+    `gradient_ready` may be called from any thread; everything else from one at a time.
 
-    Errors: UsageError for misuse on this rank; StepAbortedError when another rank dropped the step
-    or failed to set the Reducer up (all stay usable). It may come as late as the call that reads
-    the step's result: put `try` around `with reducer.step():` and all that reads its result, and
-    let every rank go on with a new step. PeerLostError, TimeoutError and MismatchError end the
-    Reducer, and every later call repeats them, but for `stats`, `close` and reading the last
-    finished result. Ctrl-C raises KeyboardInterrupt: in your own code within a step or a microbatch
-    it drops the step and all ranks stay usable; in a wait for other ranks it ends the mesh, and
-    they get an `hsdp.Error` that names this rank. In a forked child every call is a UsageError.
+    Errors: UsageError for misuse on this rank. StepAbortedError if another rank dropped the step or
+    failed to set up the Reducer; all stay usable. It may come as late as the call that reads the step's
+    result: put `try` around `with reducer.step():` and everything that reads its result, and let every
+    rank begin a new step. PeerLostError, TimeoutError and MismatchError end the Reducer. Every later
+    call repeats them, except `stats`, `close` and reading the last finished result. Ctrl-C raises
+    KeyboardInterrupt: in your own code within a step or a microbatch it drops the step and all ranks
+    stay usable; in a wait for other ranks it ends the mesh, and they get an `hsdp.Error` that names
+    this rank. In a forked child every call raises UsageError.
     """
 
     @hinting(REDUCER)
@@ -144,13 +142,13 @@ class Reducer(ReducerResults, Closing):
         self._handle = _hsdp.Reducer(self._mesh._handle, options)
         self._layout: Layout = layout
         self._attachments: list[Attachment] = []
-        self._is_agreed = True  # whether what is attached is known to be the same on every rank
-        # Called before the ranks compare their words, which these may change.
+        self._is_agreed = True  # whether attachments are known to be the same on every rank
+        # Called before the ranks compare their words, and may change them.
         self._before_words = WeakCalls()
-        # With this Reducer, when this rank's passes of a microbatch are over, or given up.
+        # Called with this Reducer when this rank's passes of a microbatch have ended or been abandoned.
         self._after_passes = WeakCalls()
-        self._uneven: UnevenLoop | None = None  # the loop of hsdp.uneven that is open
-        self._had_batch = True  # whether this rank had one for its last microbatch
+        self._uneven: UnevenLoop | None = None  # the open loop of hsdp.uneven
+        self._had_batch = True  # whether this rank had a batch for its last microbatch
         self._pass_count = 1  # of the window that is about to end
         self._loss_scale = 1.0
         self._no_sync_depth = 0
@@ -163,7 +161,7 @@ class Reducer(ReducerResults, Closing):
 
     @property
     def name(self) -> str | None:
-        """What it was called when it was made."""
+        """Its name, as passed to the constructor."""
         return self._name
 
     @property
@@ -189,13 +187,13 @@ class Reducer(ReducerResults, Closing):
         reduce_dtype: DtypeLike | None = None,
         group: str | None = None,
     ) -> int:
-        """Makes a parameter known; returns its index, which `gradient_ready` takes too.
+        """Registers a parameter; returns its index, which `gradient_ready` also accepts.
 
-        Before the first microbatch, in the same order on every rank (which the ranks compare).
-        `dtype` is that of its gradients: f32, bf16, f16, f64, complex64 or complex128. Complex ones are
-        reduced as their real view, of the shape with one more dimension of 2; results are that, too, and
-        every slice has whole numbers. Parameters of one `group` get their sync flags together and have
-        buckets of their own.
+        Call it before the first microbatch, in the same order on every rank (the ranks compare it).
+        `dtype` is that of its gradients: f32, bf16, f16, f64, complex64 or complex128. Complex
+        gradients are reduced as their real view, whose shape has one more dimension of 2; so are
+        results, and a slice never splits a number. The parameters of a `group` share their sync flags
+        and have separate buckets.
         """
         extents, text, is_complex = registered(as_shape(shape), dtype)
         wire = wire_text(reduce_dtype)
@@ -220,50 +218,51 @@ class Reducer(ReducerResults, Closing):
             optimizer.step()
 
         Registers every parameter that requires a gradient, each once (tied ones under their first
-        name), in reverse order. `begin_microbatch` takes `p.grad` out, and each gradient is freed
-        once it is packed. A gradient that is assigned to `p.grad` within a microbatch, without a
-        backward pass, is taken by `end_microbatch`. Activation checkpointing works; with several
-        backward passes in a microbatch, or reentrant checkpointing of shared parameters, make the
-        Reducer with `backwards="many"`.
+        name), in reverse order. `begin_microbatch` takes `p.grad` out, and each gradient is freed once
+        it is packed. `end_microbatch` takes a gradient that was assigned to `p.grad` within a
+        microbatch without a backward pass. Activation checkpointing works. For several backward passes
+        in a microbatch, or reentrant checkpointing of shared parameters, make the Reducer with
+        `backwards="many"`.
 
-        The model keeps this Reducer alive until `close`, or as long as it lives itself; a copy of it,
-        or what is loaded of its pickle, has no Reducer. `hsdp.torch.reducers_of(model)` finds it.
+        The model keeps this Reducer alive until `close`, or as long as the model lives. A copy of the
+        model, or one loaded from its pickle, has no Reducer. `hsdp.torch.reducers_of(model)` finds it.
 
-        Several models may be attached, with one call each. They share neither parameters nor names:
-        `torch.nn.ModuleDict({"critic": model})` gives the names of a model a prefix.
+        Several models may be attached, with one call each. They must not share parameters or names:
+        `torch.nn.ModuleDict({"critic": model})` gives a model's names a prefix.
 
-        - `groups`: name -> a module, or several. Their parameters form a group, whose sync flags
-          are set apart, but for those of modules within that have a group of their own: as FSDP2
-          treats modules that were sharded one by one.
+        - `groups`: name -> a module, or several. Their parameters form a group with separate sync
+          flags, except those of inner modules that have their own group, just as FSDP2 treats modules
+          that were sharded one by one.
         - `keep_grads`: `end_microbatch` puts this rank's own sum over the step's microbatches into
           `p.grad`.
-        - `check_parameters`: when the first step begins, or in `prepare`, a digest of 128 bits of every
-          parameter, frozen ones too, is compared over the ranks: a MismatchError on all of them names
-          the first that differs. The Reducer stays usable, and asks again at the next call: after
-          `hsdp.broadcast_parameters(mesh, model)` it succeeds. Once it has, nothing is compared any
-          more. It reads each parameter once, where it lies (2 to 3 GB a second on a CPU core), and
-          sends a short message; a world of one does neither. False: weights differ on purpose.
-        - `broadcast_buffers`: when a step begins, rank 0's buffers (running statistics of BatchNorm) are
-          copied to all ranks, as DistributedDataParallel does in each forward pass; so run the forward
-          pass within the microbatch. Only those of modules with one that some rank has written to or
-          replaced since, as torch's version counters tell; writes through `.data` do not count. A model
-          with buffers costs a short message a step. Where rank 0 had no batch (`hsdp.uneven`) they are
-          those of the first rank that had. On a GPU, what has changed waits for rank 0's. A
-          collection has the names of buffers to leave out; False leaves out all.
+        - `check_parameters`: when the first step begins, or in `prepare`, the ranks compare a 128-bit
+          digest of every parameter, including frozen ones. A MismatchError on all ranks names the first
+          that differs. The Reducer stays usable and compares again at the next call, which succeeds
+          after `hsdp.broadcast_parameters(mesh, model)`; after a success it never compares again. It
+          reads each parameter once, in place (2 to 3 GB a second on a CPU core), and sends a short
+          message; a world of one does neither. False: the weights differ on purpose.
+        - `broadcast_buffers`: when a step begins, rank 0's buffers (running statistics of BatchNorm)
+          are copied to all ranks, as DistributedDataParallel does in each forward pass; so run the
+          forward pass within the microbatch. Only modules are copied of which some rank has written to
+          or replaced a buffer, according to torch's version counters; writes through `.data` do not
+          count. A model with buffers costs one short message per step. If rank 0 had no batch
+          (`hsdp.uneven`), the buffers of the first rank that had one are copied. On a GPU, changed
+          buffers wait for rank 0's. Pass a collection of buffer names to leave these out, or False to
+          leave out all.
 
-        A model on the meta device is given to a `hsdp.zero.ShardedOptimizer` before the first step, which
-        gives it memory and values.
+        If a model is on the meta device, pass it to a `hsdp.zero.ShardedOptimizer` before the first
+        step, which gives it memory and values.
 
-        torch's optimizers and `clip_grad_norm_` skip parameters without `p.grad` in silence. From
-        here on they raise UsageError for attached ones: call `gather_gradients` before (or in the
-        closure that `optimizer.step` is given), or update the shards. So does `zero_grad` while
-        gradients of an unfinished step are with the Reducer, a step after `zero_grad`, and clipping
-        or stepping by gradients that still have a GradScaler's scale.
+        torch's optimizers and `clip_grad_norm_` silently skip parameters without `p.grad`. From now on
+        they raise UsageError for attached ones: call `gather_gradients` first (or in the closure passed
+        to `optimizer.step`), or update the shards. `zero_grad` also raises while gradients of an
+        unfinished step are with the Reducer, and so does a step after `zero_grad`, and clipping or
+        stepping by gradients that still have a GradScaler's scale.
 
-        Raises UsageError for parameters that are DTensors (see `hsdp.torch.replica_hook`), sparse,
-        of other dtypes or on another device, and for a model in DistributedDataParallel; later for sparse
-        gradients, gradients that come outside of a microbatch, and, when a step begins, for
-        parameters that were added or began to require a gradient since: make another Reducer then.
+        Raises UsageError for parameters that are DTensors (see `hsdp.torch.replica_hook`), sparse, of
+        other dtypes or on another device, and for a model in DistributedDataParallel. Later raises
+        UsageError for sparse gradients, for gradients outside of a microbatch, and, when a step begins,
+        for parameters that were added or unfrozen since: make another Reducer then.
         """
         make: Any = importlib.import_module("hsdp.torch.model_attachment").ModelAttachment
         attached = make(self, model, groups, bool(keep_grads), check_parameters, broadcast_buffers)
@@ -272,12 +271,12 @@ class Reducer(ReducerResults, Closing):
         attached.loss_scale_set(self._loss_scale)
 
     def set_requires_gradient_sync(self, flag: bool, group: str | None = None) -> None:
-        """False: microbatches only add into local fp32 sums; `no_sync` says so for a block."""
+        """False: microbatches only add to local fp32 sums; `no_sync` does the same for a block."""
         self._handle.set_requires_gradient_sync(bool(flag), group)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """`with reducer.no_sync():` as of torch's DistributedDataParallel: microbatches within only
-        add into local fp32 sums, and the first one after the block sends them with its own.
+        """`with reducer.no_sync():` works as in torch's DistributedDataParallel: microbatches within
+        only add to local fp32 sums, and the first one after the block sends these with its own.
 
             with reducer.no_sync():
                 for batch in microbatches[:-1]:
@@ -286,8 +285,8 @@ class Reducer(ReducerResults, Closing):
             with reducer.microbatch(last=True):
                 loss(model(microbatches[-1])).backward()
 
-        The sync flags are what they were when it ends. An explicit `sync` decides within it, too;
-        `last=True` is a UsageError there, as is a window. Outside a microbatch.
+        Restores the sync flags when it ends. Within it an explicit `sync` still decides; `last=True`
+        and windows raise UsageError. Call it outside a microbatch.
         """
         if self._handle.is_collecting() and not self._handle.window_open():
             raise UsageError(
@@ -305,42 +304,43 @@ class Reducer(ReducerResults, Closing):
             self._no_sync_depth -= 1
 
     def set_requires_all_reduce(self, flag: bool, group: str | None = None) -> None:
-        """False: microbatches stop at the shard group. Counts where `last` is not given."""
+        """False: microbatches stop at the shard group. Used when `last` is not given."""
         self._handle.set_requires_all_reduce(bool(flag), group)
 
     def set_partial_sync(self, sync: PartialSync) -> None:
-        """What `last=False` means: "shard" reduce-scatters each microbatch, as stages 2 and 3 of
-        ZeRO do; "none" keeps gradients whole and local until the step's end, as stage 1 does.
-        Outside a microbatch; the same on every rank.
+        """What `last=False` means: "shard" reduce-scatters each microbatch, like stages 2 and 3 of
+        ZeRO; "none" keeps gradients whole and local until the step's end, like stage 1. Call it
+        outside a microbatch, the same on every rank.
         """
         self._handle.set_partial_sync(sync)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """What sums are divided by, for results and partials; None: the number of ranks that were
-        summed over. Outside a microbatch, until the step's last one begins; stays until changed.
-        The same on every rank.
+        summed over. Call it outside a microbatch, before the step's last one begins, and the same on
+        every rank. It stays until changed.
         """
         number = None if factor is None else _number(factor, "set_gradient_divide_factor")
         self._handle.set_gradient_divide_factor(number)
 
     def divide_by_tokens(self, count: int) -> None:
-        """For losses that are summed over tokens: says, before each microbatch of a step, how many
-        this rank has in it. The numbers add up over microbatches and ranks, and their sum divides:
+        """For losses that are summed over tokens: call it before each microbatch of a step with the
+        number of tokens this rank has in it. The sum of these numbers over microbatches and ranks is
+        the divisor:
 
             reducer.divide_by_tokens(int((labels != -100).sum()))
             with reducer.microbatch(last=last):
                 cross_entropy(logits, labels, reduction="sum").backward()
 
-        So the gradient is that of the mean over all tokens of the step, however they are spread.
-        Numbers that are said before the same microbatch, or window, add up. Where none were counted
-        nothing is divided: a sum over no tokens is zero. Local; all ranks call it, or none. Raises UsageError
-        where a factor is set, or where microbatches of the step were not counted; after a replica
-        hop of this step that divides as it goes (`hsdp.quant.LocoHop`).
+        So the gradient is that of the mean over all tokens of the step, however they are distributed.
+        Numbers for the same microbatch, or window, add up. If none were counted, nothing is divided: a
+        sum over no tokens is zero. Local; either all ranks call it or none. Raises UsageError if a
+        factor is set or if microbatches of the step were not counted, and after a replica hop of this
+        step that divides immediately (`hsdp.quant.LocoHop`).
         """
         self._handle.divide_by_tokens(_whole(count, "divide_by_tokens"))
 
     def set_loss_scale(self, scale: float) -> None:
-        """Divides by the loss scale in the same division. Between steps only."""
+        """Also divides by the loss scale, in the same division. Call it only between steps."""
         number = _number(scale, "set_loss_scale")
         self._handle.set_loss_scale(number)
         self._loss_scale = number
@@ -348,19 +348,19 @@ class Reducer(ReducerResults, Closing):
             attachment.loss_scale_set(self._loss_scale)
 
     def step(self) -> Step:
-        """`with reducer.step():` around the microbatches of one step drops it on every rank when
-        anything in the block raises; all ranks stay usable, and begin a new step.
+        """`with reducer.step():` around the microbatches of one step drops the step on every rank if
+        anything in the block raises; all ranks stay usable and begin a new step.
         """
         return Step(self)
 
     def prepare(self) -> None:
-        """Lays out buckets, takes memory and starts threads, which otherwise the first microbatch
-        does. Collective; all ranks have it in the end or none, and it may be tried again.
+        """Lays out buckets, allocates memory and starts threads; otherwise the first microbatch does.
+        Collective: it succeeds on all ranks or on none, and may be tried again.
         """
         self._handle.prepare()
         self._agree()
 
-    # Asked until it is so, as whoever sets up does.
+    # Repeated until it succeeds, like the rest of the setup.
     def _agree(self) -> None:
         if self._is_agreed:
             return
@@ -375,8 +375,8 @@ class Reducer(ReducerResults, Closing):
         require_same_models(self._mesh.world, lines)
         self._is_agreed = True
 
-    # Before a step's first microbatch. Where attachments join, every step that this rank begins, also to
-    # drop it at once, begins here: the others wait for it [Note: buffers follow rank 0].
+    # Runs before a step's first microbatch. If attachments join steps, every step of this rank, even one dropped at
+    # once, starts here: the others wait for it [Note: buffers follow rank 0].
     def _begin(self) -> None:
         self._agree()
         joining = [one for one in self._attachments if one.joins_steps]
@@ -384,14 +384,14 @@ class Reducer(ReducerResults, Closing):
             return
         self._hearing_of_drops(self._handle.begin_step)
         try:
-            self._after_passes(self)  # which other ranks may be in still
+            self._after_passes(self)  # other ranks may still be in them
             for attachment in joining:
                 attachment.step_began()
         except BaseException as error:
             self.abandon_step(reason_of("it could not begin:", error))
             raise
 
-    # Around a part of a set-up: where it raises on one rank, the others get a StepAbortedError.
+    # Wraps a part of the setup: if it raises on one rank, the others raise StepAbortedError.
     @contextlib.contextmanager
     def _together(self, what: str) -> Iterator[None]:
         try:
@@ -404,29 +404,29 @@ class Reducer(ReducerResults, Closing):
 
     def begin_step(self) -> None:
         """Begins a step before its first microbatch, which otherwise does so; the previous result
-        is over. Raises StepAbortedError when another rank dropped the step before it.
+        becomes invalid. Raises StepAbortedError if another rank dropped the step before it.
         """
         self._begin()
         self._hearing_of_drops(self._handle.begin_step)
 
     @hinting({})
     def microbatch(self, last: bool | None = None, sync: Sync | None = None) -> Microbatch:
-        """`with reducer.microbatch(last=...):` runs `begin_microbatch` and `end_microbatch`, and
-        drops the step on every rank when the block raises. `last` and `sync` as there.
+        """`with reducer.microbatch(last=...):` calls `begin_microbatch` and `end_microbatch`, and drops
+        the step on every rank if the block raises. `last` and `sync` as in `begin_microbatch`.
         """
         return Microbatch(self, last, sync)
 
     @hinting({})
     def begin_microbatch(self, last: bool | None = None, sync: Sync | None = None) -> None:
-        """Opens a microbatch; the previous result is over.
+        """Opens a microbatch; the previous result becomes invalid.
 
-        `last=True` ends the step: the gradients are reduced over the replicas as well. `last=False`
-        leaves it pending. Without `last` the flags decide, which by default end the step.
+        `last=True` ends the step: the gradients are also reduced over the replicas. `last=False` leaves
+        the step pending. Without `last` the flags decide; by default they end the step.
 
-        `sync` says the same in full, whatever the flags: "none" adds locally, "shard"
-        reduce-scatters, "all" goes over the replicas and ends the step.
+        `sync` is explicit and overrides the flags: "none" adds locally, "shard" reduce-scatters, "all"
+        also reduces over the replicas and ends the step.
 
-        In a window (`hsdp.zero.coalesce_grad_reduction`) it only delimits: `last` and `sync` are
+        In a window (`hsdp.zero.coalesce_grad_reduction`) it only delimits a pass; `last` and `sync` are
         ignored.
         """
         inside = self._handle.window_open()
@@ -459,7 +459,7 @@ class Reducer(ReducerResults, Closing):
         for i, attachment in enumerate(self._attachments):
             try:
                 tell(attachment)
-            except BaseException as error:  # this one has told what it will not have
+            except BaseException as error:  # the attachment that raised needs no call
                 self._handle.abandon_step(str(error))
                 for before in self._attachments[:i]:
                     before.microbatch_ended(completed=False)
@@ -468,27 +468,27 @@ class Reducer(ReducerResults, Closing):
                 raise
 
     def gradient_ready(self, parameter: str | int, gradient: Any) -> None:
-        """Hands over a gradient: a NumPy array, or anything with `__dlpack__`; read-only or with
-        any strides, never copied but for the packing.
+        """Hands over a gradient: a NumPy array, or anything with `__dlpack__`. It may be read-only and
+        have any strides; it is copied only by packing.
 
-        `parameter` is a name or the index from `register`. Shape and dtype are the registered
-        ones. Never waits. From any thread, in any order. The gradient must not change until
-        `end_microbatch` returns (a window with accumulate="grad": until that ends); it is kept alive for
-        as long as it is needed. On a GPU it is read
-        after what the thread's current stream has been given, and may change by what that stream is
-        given after `end_microbatch` (see `Mesh.set_stream`).
+        `parameter` is a name or the index from `register`. Shape and dtype must be the registered ones.
+        Never waits. Call it from any thread, in any order. The gradient must not change until
+        `end_microbatch` returns (in a window with accumulate="grad", until the window ends); it is kept
+        alive for as long as it is needed. On a GPU it is read after the work that is already on the
+        thread's current stream, and work put on that stream after `end_microbatch` may change it (see
+        `Mesh.set_stream`).
 
-        Raises UsageError for a gradient that does not fit, comes twice or is unknown; the step is
-        then dropped on every rank at `end_microbatch`.
+        Raises UsageError for a gradient that does not fit, comes twice or is unknown; `end_microbatch`
+        then drops the step on every rank.
         """
         self._handle.gradient_ready(parameter, gradient)
 
     def end_microbatch(self) -> None:
-        """Returns when every gradient is packed, not when it is reduced; on a GPU when the packing
-        is enqueued.
+        """Returns when every gradient is packed, not when it is reduced; on a GPU when packing is
+        enqueued.
 
-        Raises UsageError when a gradient is missing or was wrong (the step is dropped on every
-        rank), StepAbortedError when another rank dropped it.
+        Raises UsageError if a gradient was missing or wrong (the step is dropped on every rank), and
+        StepAbortedError if another rank dropped it.
         """
         if self._handle.window_open():
             for attachment in self._attachments:
@@ -521,7 +521,7 @@ class Reducer(ReducerResults, Closing):
             attachment.microbatch_ending()
         self._before_words()
 
-    # The parts of a window; hsdp.zero has the block.
+    # The two ends of a window; hsdp.zero provides the block.
     def _begin_window(
         self,
         last: bool | None,
@@ -556,11 +556,11 @@ class Reducer(ReducerResults, Closing):
             raise
 
     def _leave_window(self, reason: str) -> None:
-        with contextlib.suppress(UsageError):  # of a forked child
+        with contextlib.suppress(UsageError):  # in a forked child
             self._handle.leave_window(reason)
         self._ended(completed=False)
 
-    # The step that the others may be in, which this rank may not have begun, or has dropped already.
+    # Drops the step that others may be in, even if this rank has not begun it or has dropped it.
     def _drop_step(self, reason: str, was_begun: bool) -> None:
         with contextlib.suppress(Error):
             if not was_begun:
@@ -584,16 +584,16 @@ class Reducer(ReducerResults, Closing):
         self._end(lambda: self._handle.end_window(self._pass_count))
 
     def abandon_step(self, reason: str = "it was abandoned") -> None:
-        """Drops the step on every rank, in a microbatch or between two.
+        """Drops the step on every rank, within a microbatch or between two.
 
-        This rank is idle at once, and sends zeros for what its peers still wait for. They get a
-        StepAbortedError with the reason at the end of their next microbatch that sends something.
-        Never raises; nothing where no step is begun, or another rank has dropped it already.
+        This rank is idle immediately, and sends zeros for what its peers still wait for. The peers
+        raise StepAbortedError with the reason at the end of their next microbatch that sends something.
+        Never raises. Does nothing if no step has begun, or if another rank has already dropped it.
         """
         begun = self._handle.step_begun()
         collecting = self._handle.is_collecting()
         try:
-            with contextlib.suppress(UsageError):  # of a forked child
+            with contextlib.suppress(UsageError):  # in a forked child
                 self._handle.abandon_step(str(reason))
         finally:
             if collecting:
@@ -601,7 +601,7 @@ class Reducer(ReducerResults, Closing):
             elif begun:
                 self._step_dropped()
             if begun or collecting:
-                with contextlib.suppress(Error):  # of a mesh that has failed
+                with contextlib.suppress(Error):  # the mesh has failed
                     self._after_passes(self)
 
     def _hearing_of_drops(self, call: Callable[[], None]) -> None:
@@ -622,33 +622,33 @@ class Reducer(ReducerResults, Closing):
 
     def release_memory(self) -> None:
         """Frees what is kept for later steps: local sums, totals of groups that are reduced before a
-        step's end, and memory for gradients that were gathered into `p.grad` on the host. Between
-        steps; each rank for itself. They are taken again when they are needed.
+        step's end, and host memory for gradients gathered into `p.grad`. Call it between steps; not
+        collective. The memory is allocated again when needed.
         """
         self._hearing_of_drops(self._handle.release_memory)
         for attachment in self._attachments:
             attachment.release_memory()
 
     def finish(self) -> None:
-        """Completes a step whose microbatches are pending, without fresh gradients.
+        """Completes a step whose microbatches are pending, without new gradients.
 
-        Nothing when none is pending, so it is safe to call twice.
+        Does nothing if none is pending, so it is safe to call twice.
         """
         self._before_words()
         self._hearing_of_drops(self._handle.finish)
 
     def discard(self) -> None:
-        """Drops what is pending of a step. Nothing when nothing is."""
+        """Drops the pending part of a step, if any."""
         self._handle.discard()
         self._step_dropped()
 
     def close(self) -> None:
-        """Waits for own work and snapshots; then every call that reduces or reads a result is a
-        UsageError.
+        """Waits for this rank's work and snapshots; afterwards every call that reduces or reads a
+        result raises UsageError.
 
-        Safe to call twice. Arrays that `shard` returned keep their memory. A RuntimeWarning says so when
-        microbatches of a step that has not ended are dropped, unless an exception is in flight or the
-        mesh has failed.
+        Safe to call twice. Arrays that `shard` returned keep their memory. If it drops microbatches of
+        an unfinished step, it issues a RuntimeWarning, unless an exception is in flight or the mesh has
+        failed.
         """
         drops = self._step_is_left()
         self._detach()
@@ -661,13 +661,13 @@ class Reducer(ReducerResults, Closing):
                 "it with reducer.discard()"
             )
 
-    # By nobody's intention.
+    # Whether an unfinished step is being dropped unintentionally.
     def _step_is_left(self) -> bool:
         if self._closed or sys.exc_info()[0] is not None:
             return False
         try:
             return self._handle.pending() and not self._handle.failed()
-        except Error:  # of a forked child
+        except Error:  # in a forked child
             return False
 
     def _is_in_step(self) -> bool:
@@ -680,11 +680,11 @@ class Reducer(ReducerResults, Closing):
 
     def _detach(self) -> None:
         self._is_agreed = True
-        while self._attachments:  # what was attached last may rest on the others
+        while self._attachments:  # later attachments may depend on earlier ones
             self._attachments.pop().close()
         self._closed = True
 
-    # A copy of what holds it, or what is loaded of its pickle, has None there.
+    # A copy or an unpickled version of an object that holds it has None instead.
     def __reduce__(self) -> Any:
         return type(None), ()
 

@@ -1,4 +1,4 @@
-"""What a Reducer's microbatches left: shards of the mean gradient, and what becomes of them."""
+"""The results of a Reducer's microbatches: shards of the mean gradient, and their uses."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ if TYPE_CHECKING:
 
 @naming_itself
 class ReducerResults:
-    """The half of a Reducer that reads results. `Reducer` is the class to use."""
+    """The part of a Reducer that reads results. Use `Reducer`."""
 
     _mesh: Mesh
     _handle: _hsdp.Reducer
     _attachments: list[Attachment]
     _closed: bool
-    _who: str  # in errors
+    _who: str  # for errors
 
     def shard(self, name: str) -> TensorOrArray:
-        """This rank's slice of the mean gradient: fp32 (f64 of f64 gradients), writable, `slice(name).count`
-        elements, on the mesh's device; of a complex parameter its real view. A torch tensor for a
-        parameter of an attached torch model, else an `hsdp.Array`.
+        """This rank's slice of the mean gradient: fp32 (f64 for f64 gradients), writable,
+        `slice(name).count` elements, on the mesh's device; for a complex parameter its real view. A
+        torch tensor for a parameter of an attached torch model, otherwise an `hsdp.Array`.
 
-        A view, valid until the next `begin_microbatch`, after which its content is that of a later
-        step. Slices of the ranks of a shard group, joined in rank order, are the flattened
-        gradient. Waits for the reduction; on a GPU the current stream does, and what is written to
-        the view comes before the next step on the current stream of its `begin_microbatch`.
-        UsageError while microbatches are pending.
+        It is a view, valid until the next `begin_microbatch`; after that it holds a later step's
+        content. The slices of the ranks of a shard group, joined in rank order, are the flattened
+        gradient. Waits for the reduction; on a GPU only the current stream waits, and writes to the
+        view precede the next step if they are on the stream that is current in its `begin_microbatch`.
+        Raises UsageError while microbatches are pending.
         """
         return self._array(name, self._handle.shard(name))
 
-    # As whoever attached the parameter has arrays.
+    # As an array of the framework whose attachment has the parameter.
     def _array(self, name: str, memory: _hsdp.Memory) -> TensorOrArray:
         for attachment in self._attachments:
             if name in attachment.parameter_names():
@@ -56,32 +56,31 @@ class ReducerResults:
         return Array(memory)
 
     def shard_dtensor(self, name: str, device_mesh: DeviceMesh | None = None) -> DTensor:
-        """This rank's slice of the mean gradient as the torch DTensor that users of `fully_shard`
-        would have: placements (Replicate(), Shard(0)), dtype as of `shard`, or complex. Needs layout
-        "dim0".
+        """This rank's slice of the mean gradient as the torch DTensor that `fully_shard` would produce:
+        placements (Replicate(), Shard(0)), dtype as for `shard`, or complex. Needs layout "dim0".
 
-        The same memory as `shard(name)`, valid as long. Its device mesh has the ranks of this
-        Reducer's mesh and needs torch.distributed on the same ranks: pass the (replicate, shard)
-        one that there is, or None, and the first such call on a mesh makes one (collective).
+        It shares the memory of `shard(name)` and is valid as long. Its device mesh has the ranks of
+        this Reducer's mesh and needs torch.distributed on the same ranks. Pass an existing (replicate,
+        shard) one, or None: the first such call on a mesh makes one (collective).
 
-        Raises UsageError for layout "flat", a scalar, and where torch.distributed has other ranks.
+        Raises UsageError for layout "flat", for a scalar, and if torch.distributed has other ranks.
         """
         module = importlib.import_module("hsdp.torch.dtensor")
         found: DTensor = module.shard_dtensor(self, name, device_mesh)
         return found
 
     def partial_shard(self, name: str) -> TensorOrArray:
-        """A copy of this rank's slice of what is pending: the mean over the shard group so far,
-        dtype as of `shard`, a torch tensor where `shard` is one. UsageError when nothing is pending.
+        """A copy of this rank's slice of the pending gradients: the mean over the shard group so far, dtype and kind of
+        array as for `shard`. Raises UsageError if nothing is pending.
         """
         return self._array(name, self._handle.partial_shard(name))
 
     def local_sum(self, name: str) -> TensorOrArray:
-        """A copy of what this rank has added up of a parameter's gradients and not sent yet: dtype as of
-        `shard`, whole, of its shape, not divided by anything. A torch tensor where `shard` is one.
+        """A copy of the sum of a parameter's gradients that this rank has not sent yet: undivided, of the parameter's
+        full shape, dtype and kind of array as for `shard`.
 
-        In a window (`hsdp.zero.coalesce_grad_reduction`), or when microbatches with sync="none" are
-        pending. UsageError where nothing is added up.
+        Call it in a window (`hsdp.zero.coalesce_grad_reduction`), or while microbatches with sync="none" are pending.
+        Raises UsageError if there is no sum.
         """
         for attachment in self._attachments:
             if name in attachment.parameter_names():
@@ -91,28 +90,29 @@ class ReducerResults:
         return self._array(name, self._handle.local_sum(name))
 
     def slice(self, name: str) -> Slice:
-        """Where this rank's slice lies in the flattened parameter: offset and count, in elements; of a
+        """Where this rank's slice lies in the flattened parameter: offset and count, in elements. For a
         complex parameter in those of its real view, twice as many.
 
-        With layouts "flat" and "whole" it is settled by the first microbatch.
+        With layouts "flat" and "whole" the first microbatch fixes it.
         """
         return Slice(*self._handle.slice(name))
 
     def balance(self) -> Balance:
-        """How evenly the ranks share the parameters, and the work of each bucket. Slices of layout "flat"
-        are even; with "whole" a parameter that is larger than a rank's share cannot be evened out.
+        """How evenly the ranks share the parameters and the work of each bucket. Slices of layout
+        "flat" are even; with "whole" a parameter larger than a rank's share makes them uneven.
         """
         return Balance(*self._handle.balance())
 
     def gather_gradients(self, arrays: Mapping[str, Any] | None = None) -> None:
         """Fills in the whole mean gradient of parameters.
 
-        `arrays` are f32, bf16 or f16 (f64 of f64 gradients; of complex parameters complex, or the real
-        view), writable and contiguous, of the parameters' shapes, by name; the same names on every rank.
-        Without it the gradients of the attached models are set (`p.grad`); with missing="zero" that of a
-        parameter which no rank used stays None, and optimizers leave it as it is; a RuntimeWarning says
-        so of a step without any gradient. On the host that memory is used again in the next step, unless
-        somebody keeps a gradient or anything made of it; `release_memory` frees it.
+        `arrays` maps names to arrays of the parameters' shapes, writable and contiguous: f32, bf16 or
+        f16 (f64 for f64 gradients; for complex parameters complex, or the real view). Use the same
+        names on every rank. Without `arrays`, sets the gradients of the attached models (`p.grad`).
+        With missing="zero", a parameter that no rank used keeps None, and optimizers do not change it;
+        a step without any gradient causes a RuntimeWarning. On the host this memory is reused in the
+        next step, unless a gradient or anything made from it is still referenced; `release_memory`
+        frees it.
         """
         if arrays is not None:
             self._handle.gather_gradients(dict(arrays))
@@ -134,10 +134,10 @@ class ReducerResults:
         return self._attachments
 
     def gather_parameters(self, arrays: Mapping[str, Any] | None = None) -> None:
-        """Completes whole parameters of which this rank updated its own slice, in place.
+        """Completes whole parameters, in place, after this rank has updated its own slice.
 
-        `arrays` are writable and contiguous, of the parameters' shapes and any dtype, by name; the
-        same names and dtypes on every rank. Without it those of the attached models are completed.
+        `arrays` maps names to arrays of the parameters' shapes and any dtype, writable and contiguous;
+        use the same names and dtypes on every rank. Without it, completes those of the attached models.
         """
         if arrays is not None:
             self._handle.gather_parameters(dict(arrays))
@@ -146,39 +146,38 @@ class ReducerResults:
             attachment.gather_parameters()
 
     def grad_norm(self, norm_type: float = 2.0) -> Any:
-        """The norm of the whole mean gradient, over all parameters: 1, 2 or inf. Collective.
+        """The norm of the whole mean gradient over all parameters: 1, 2 or inf. Collective.
 
-        With an attached torch model a torch tensor of no dimensions, f64, where the mesh is, as
-        torch's `clip_grad_norm_` returns it; nothing waits for a GPU until it is looked at. Else a
-        float, or on a GPU an `hsdp.Array` of one element, of which `float(x)` waits.
+        With an attached torch model it is a 0-dimensional f64 torch tensor on the mesh's device, as
+        torch's `clip_grad_norm_` returns; nothing waits for a GPU until its value is read. Otherwise it
+        is a float, or on a GPU an `hsdp.Array` of one element; `float(x)` waits for it.
         """
         return _as_number(gradient_norm.norm([self], norm_type), [self])
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Any:
-        """Scales the shards in place so that the norm is at most `max_norm`, and what
-        `gather_gradients` has put into `p.grad`; returns the norm that was, as `grad_norm` does.
-        Collective. By a norm that is NaN nothing is scaled. With `error_if_nonfinite` a norm that is
-        not finite raises an `hsdp.Error` on every rank, and nothing is scaled; on a GPU this waits
-        for it.
+        """Scales the shards in place so that the norm is at most `max_norm`, and also what
+        `gather_gradients` has put into `p.grad`. Returns the norm before that, like `grad_norm`.
+        Collective. A NaN norm scales nothing. With `error_if_nonfinite`, a non-finite norm raises an
+        `hsdp.Error` on every rank and scales nothing; on a GPU this waits for the norm.
         """
         return _clip([self], max_norm, norm_type, error_if_nonfinite)
 
     def found_inf(self) -> bool:
-        """Whether a sum of the step was not finite on any rank. The same answer on all.
+        """Whether any sum of the step was non-finite on any rank. The same on all.
 
-        Ask when the step is over: a UsageError while microbatches are pending. Waits for a GPU;
-        `found_inf_tensor` does not.
+        Call it when the step is over: raises UsageError while microbatches are pending. Waits for a
+        GPU, unlike `found_inf_tensor`.
         """
         return self._handle.found_inf()
 
     def found_inf_tensor(self, out: Any = None) -> Any:
-        """`found_inf` as 1 or 0 in one f32 on the mesh's device, as torch.amp keeps it. Collective.
+        """`found_inf` as 1 or 0 in one f32 on the mesh's device, as torch.amp stores it. Collective.
 
-        On a GPU nothing waits: the value is there for what the current stream is given next. `out`
-        is where it goes, anything with `__dlpack__`, and is returned; without it that is a new
-        torch tensor of no dimensions. Between microbatches.
+        On a GPU nothing waits: the value is ready for the current stream's next work. `out`, anything
+        with `__dlpack__`, receives it and is returned; by default it is a new 0-dimensional torch
+        tensor. Call it between microbatches.
         """
         if out is None:
             torch = importlib.import_module("torch")
@@ -187,7 +186,7 @@ class ReducerResults:
         return out
 
     def stats(self) -> ReducerStats:
-        """Counts of collectives, bytes and memory. Also after `close` and after an error."""
+        """Counts of collectives, bytes and memory. Works even after `close` and after an error."""
         stats = self._handle.stats()
         links = tuple(ControlLink(*link) for link in stats.pop("control_links"))
         return ReducerStats(**stats, control_links=links)
@@ -195,14 +194,14 @@ class ReducerResults:
     def save_snapshot(self, path: str | os.PathLike[str], step: int) -> None:
         """Writes this rank's file of the result (or of what is pending) into the folder `path`.
 
-        Returns when the data is copied; the file is written in the background. `flush` waits and
-        raises its error, as do the next `save_snapshot` and `close`. Every rank of the mesh writes
-        its own; `hsdp_check` and `read_snapshot` read the folder.
+        Returns once the data is copied; the file is written in the background. `flush` waits and raises
+        errors of the write, as do the next `save_snapshot` and `close`. Every rank of the mesh writes
+        its own file; `hsdp_check` and `read_snapshot` read the folder.
         """
         self._handle.save_snapshot(os.fspath(path), int(step))
 
     def flush(self) -> None:
-        """Waits until every snapshot is on disk; raises SnapshotError when one could not be."""
+        """Waits until every snapshot is on disk; raises SnapshotError if one could not be written."""
         self._handle.flush()
 
 
@@ -212,8 +211,8 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Any:
-    """As `Reducer.clip_grad_norm_`, with one norm over the gradients of several Reducers of one
-    device. Returns the norm that was. Collective.
+    """Like `Reducer.clip_grad_norm_`, with one norm over the gradients of several Reducers on one
+    device. Returns the norm before clipping. Collective.
     """
     listed = _listed(reducers)
     with naming(who_of(one.name for one in listed)):
@@ -250,7 +249,7 @@ def _clip(reducers: list[Any], max_norm: float, norm_type: float, error_if_nonfi
     return norm
 
 
-# Of a GPU it is not waited for.
+# Does not wait for a GPU.
 def _as_number(norm: Any, reducers: list[Any]) -> Any:
     held = Array(norm) if isinstance(norm, _hsdp.Memory) else norm
     for reducer in reducers:

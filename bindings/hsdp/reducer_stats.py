@@ -1,4 +1,4 @@
-"""What a Reducer did and holds."""
+"""What a Reducer has done and holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class ControlLink(NamedTuple):
-    """What went over one link of the control connection since the world began, headers included."""
+    """Traffic on one link of the control connection since the world began, headers included."""
 
     #: world rank
     peer: int
@@ -19,30 +19,30 @@ class ControlLink(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReducerStats:
-    """Counts since the Reducer was made, and the memory it holds now. Bytes are of this rank."""
+    """Counts since the Reducer was made, and the memory it holds now. Bytes are this rank's."""
 
     #: buckets that hold at least one element
     bucket_count: int
     microbatch_count: int
     #: finished steps
     step_count: int
-    #: dropped steps too
+    #: includes dropped steps
     begun_step_count: int
     reduce_scatter_count: int
     #: replica hops
     all_reduce_count: int
     all_gather_count: int
-    #: what this process sent over the control connection of its world, beats left out; on the rank that
-    #: relays also what it passed on
+    #: what this process sent over its world's control connection, without beats; on a rank that relays,
+    #: including what it passed on
     control_message_count: int
     control_bytes: int
-    #: of this rank's buckets, in the dtype that travels
+    #: of this rank's buckets, in the wire dtype
     shard_hop_bytes: int
-    #: of this rank's messages in both halves of the hop, an all-reduce's twice, in the dtype that
-    #: travels
+    #: of this rank's messages in both halves of the hop (an all-reduce's count twice), in the wire
+    #: dtype
     replica_hop_bytes: int
-    #: on a GPU: of gradients, local sums and rows, what was read by 2 or 4 bytes at a time, as it
-    #: does not lie on 16 where what is written does; slower than the rest
+    #: on a GPU: bytes of gradients, local sums and rows that were read 2 or 4 at a time, because their
+    #: alignment to 16 differs from the output's; slower than the rest
     misaligned_bytes: int
     #: fp32 (f64) carry, which is also the result
     carry_bytes: int
@@ -56,13 +56,13 @@ class ReducerStats:
     #: gradients kept by reference until there is room to pack them
     retained_bytes: int
     peak_retained_bytes: int
-    #: copies of snapshots not yet written, and one kept for the next
+    #: copies of snapshots not yet written, and one kept for reuse
     snapshot_bytes: int
-    #: moments and masters of slices that an optimizer keeps
+    #: moments and master weights of slices
     optimizer_bytes: int
-    #: messages of small arrays that are being gathered
+    #: messages of small arrays being gathered
     parameter_gather_bytes: int
-    #: on a GPU: what kernels and collectives work in
+    #: on a GPU: work memory of kernels and collectives
     scratch_bytes: int
     #: the sum of the above, without the retained references
     resident_bytes: int
@@ -72,7 +72,7 @@ class ReducerStats:
     replica_hop: str
     shard_transport: str
     replica_transport: str
-    #: the same by link, and what came
+    #: the same per link, and what was received
     control_links: tuple[ControlLink, ...]
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a Reducer says of itself."""
+"""Descriptions of a Reducer."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 def what_is_reduced(attachments: Iterable[Attachment], parameters: Iterable[Parameter]) -> str:
-    """What is attached, and how much it is."""
+    """What is attached, and its size."""
     sizes = [math.prod(parameter.shape) for parameter in parameters]
     counts = f"{counted(len(sizes), 'parameter')}, {counted(sum(sizes), 'element')}"
     return ", ".join([*(attachment.describe() for attachment in attachments), counts])
 
 
 def counted(count: int, what: str) -> str:
-    """1 parameter, 2 parameters."""
+    """"1 parameter", "2 parameters"."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 class Wires:
-    """What travels, as a Reducer was told."""
+    """The wire dtypes, as passed to a Reducer."""
 
     def __init__(
         self, reduce: str | None, replica: str | None, hop: _hsdp.ReplicaHop | None
@@ -36,7 +36,7 @@ class Wires:
         self._replica = replica if hop is None else repr(hop)
 
     def describe(self, parameters: Iterable[Parameter]) -> str:
-        """In the shard group, and over the replicas where that is something else."""
+        """In the shard group, and over the replicas if that differs."""
         shard = self._reduce or "as gradients"
         dtypes = {p.reduce_dtype or self._reduce or p.dtype for p in parameters}
         if dtypes:
@@ -47,7 +47,7 @@ class Wires:
 
 
 def how_even(handle: _hsdp.Reducer, layout: str) -> list[str]:
-    """How whole parameters are shared."""
+    """How evenly whole parameters are shared."""
     if layout != "whole":
         return []
     elements, traffic = handle.balance()
@@ -55,7 +55,7 @@ def how_even(handle: _hsdp.Reducer, layout: str) -> list[str]:
 
 
 def where_it_stands(handle: _hsdp.Reducer) -> str:
-    """In its steps, which count from 0."""
+    """Its current step, counted from 0."""
     step = handle.step_number()
     if handle.failed():
         return f"failed in step {max(step, 0)}"

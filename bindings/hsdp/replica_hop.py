@@ -1,4 +1,4 @@
-"""The plain way over the replicas; `hsdp.quant` has another."""
+"""The plain hop between replicas; `hsdp.quant` has another."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from hsdp.dtypes import DtypeLike, wire_text
 
 
 class PlainHop(_hsdp.PlainHop):
-    """The all-reduce over the replicas in one dtype, summed in fp32: PlainHop("f32"), "bf16" or
-    "f16". PlainHop() sends what travels in the shard group.
+    """The all-reduce over the replicas in one dtype, summed in fp32: PlainHop("f32"), "bf16" or "f16".
+    PlainHop() uses the shard group's wire dtype.
     """
 
     def __init__(self, dtype: DtypeLike | None = None) -> None:

@@ -13,21 +13,21 @@ from hsdp.line_agreement import first_difference
 if TYPE_CHECKING:
     import torch
 
-# What comes after it in a line changes with the values of what the line describes.
+# In a line, what follows it changes with the values of the described object.
 VALUES = " #"
 
 
 def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> None:
     """Copies the parameters and buffers of rank `root` of the mesh to all its ranks, in place.
 
-    Any dtype, any strides. Collective. Raises MismatchError, on every rank, when the ranks' models
-    differ in names, shapes or dtypes; UsageError for DTensors and for parameters without memory.
+    Any dtype, any strides. Collective. Raises MismatchError on every rank if the ranks' models differ
+    in names, shapes or dtypes; UsageError for DTensors and for parameters without memory.
     """
     importlib.import_module("hsdp.torch.broadcast").broadcast_parameters(mesh, model, root)
 
 
 def require_same_models(world: Communicator, lines: Sequence[str]) -> None:
-    """MismatchError on every rank where the lines that describe the ranks' models differ. Collective."""
+    """Raises MismatchError on every rank if the ranks' models differ in these lines. Collective."""
     difference = first_difference(world, lines, "compare attached models")
     if difference is None:
         return

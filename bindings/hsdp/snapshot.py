@@ -28,9 +28,9 @@ class SnapshotInfo:
 
     #: random, agreed by the ranks
     id: str
-    #: the name that the Reducer was given, or ""
+    #: the Reducer's name, or ""
     reducer: str
-    #: as given to `save_snapshot`
+    #: as passed to `save_snapshot`
     step: int
     #: of the mesh
     replicate_size: int
@@ -38,20 +38,20 @@ class SnapshotInfo:
     shard_size: int
     #: in the sums
     microbatch_count: int
-    #: what sums were divided by, beside the loss scale
+    #: what sums were divided by, besides the loss scale
     divide_factor: float
-    #: what the losses were multiplied by, and sums divided by
+    #: the factor of the losses, by which sums were divided
     loss_scale: float
-    #: what travelled between replicas; "own": for each parameter the same as in its shard group
+    #: wire dtype between replicas; "own": each parameter's wire dtype in the shard group
     replica_dtype: str
     replica_hop: str
-    #: the replica hop has quantized, so that comparisons report and do not judge
+    #: whether the replica hop quantized, so that comparisons report without judging
     quantizes: bool
     #: "exact" or "native"
     reduction: str
     #: "flat", "dim0", "whole", or "full" for plain named arrays
     layout: str
-    #: which reduced it: "host", "nccl" or "mpi"
+    #: that reduced it: "host", "nccl" or "mpi"
     engine: str
     #: written before the replica hop: a mean over the shard group only
     partial: bool
@@ -60,9 +60,8 @@ class SnapshotInfo:
 class Snapshot(Mapping[str, np.ndarray[Any, Any]]):
     """A snapshot opened for reading: a mapping from parameter names to whole gradients.
 
-    `snapshot["w"]` reads that gradient from disk, now: an fp32 NumPy array of the parameter's
-    shape, reassembled from the shards of the first replica (partials: divided). Made by
-    `read_snapshot`.
+    `snapshot["w"]` reads that gradient from disk immediately: an fp32 NumPy array of the parameter's
+    shape, assembled from the shards of the first replica (partials: divided). Made by `read_snapshot`.
     """
 
     def __init__(self, handle: _hsdp.Snapshot) -> None:
@@ -71,7 +70,7 @@ class Snapshot(Mapping[str, np.ndarray[Any, Any]]):
         self._index = {row[0]: i for i, row in enumerate(rows)}
         self._shapes = {row[0]: row[1] for row in rows}
         self._dtypes = {row[0]: row[2] for row in rows}
-        #: what it says about the run
+        #: facts about the run
         self.info = SnapshotInfo(**handle.info())
 
     @property
@@ -81,7 +80,7 @@ class Snapshot(Mapping[str, np.ndarray[Any, Any]]):
 
     @property
     def copy_count(self) -> int:
-        """How many replicas of every gradient there are."""
+        """The number of replicas of every gradient."""
         return self._handle.copy_count
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -89,7 +88,7 @@ class Snapshot(Mapping[str, np.ndarray[Any, Any]]):
         return self._shapes[name]
 
     def dtype(self, name: str) -> str:
-        """The dtype of a parameter's gradients, as "bf16"."""
+        """The dtype of a parameter's gradients, such as "bf16"."""
         return self._dtypes[name]
 
     def read(
@@ -105,16 +104,16 @@ class Snapshot(Mapping[str, np.ndarray[Any, Any]]):
         return array
 
     def to_torch(self, name: str, replica: int = 0) -> Any:
-        """As `read`, as a torch tensor."""
+        """Like `read`, but returns a torch tensor."""
         import torch
 
         return torch.from_numpy(self.read(name, replica))
 
     def hop_state(self, rank: int | None = None) -> dict[str, np.ndarray[Any, Any]]:
-        """The state of the replica hop that was saved with the gradients, of a rank or of all.
+        """The replica hop's state saved with the gradients, of one rank or of all.
 
-        A hop takes it back: `hop.load_state_dict(snapshot.hop_state(mesh.rank))` on an equal mesh
-        with equal buckets, else `hop.load_state_dict(snapshot.hop_state())`. Empty where the hop
+        A hop restores it with `hop.load_state_dict(snapshot.hop_state(mesh.rank))` on an equal mesh
+        with equal buckets, otherwise with `hop.load_state_dict(snapshot.hop_state())`. Empty if the hop
         has none, and in partials.
         """
         files = range(self._handle.file_count) if rank is None else [int(rank)]
@@ -138,16 +137,16 @@ class Snapshot(Mapping[str, np.ndarray[Any, Any]]):
 
 
 def read_snapshot(path: str | os.PathLike[str]) -> Snapshot:
-    """Opens the snapshot in the folder or file `path`; gradients are read when they are asked for.
+    """Opens the snapshot in the folder or file `path`; each gradient is read when it is requested.
 
-    Raises SnapshotError when files are missing, damaged or of different runs.
+    Raises SnapshotError if files are missing, damaged or from different runs.
     """
     return Snapshot(_hsdp.Snapshot.open(os.fspath(path)))
 
 
-_ACT = "write a snapshot"  # to other ranks, in errors
+_ACT = "write a snapshot"  #: what other ranks' errors say
 
-#: name, shape, dtype, offset in the flattened parameter, array; None: those of the array
+#: name, shape, dtype, offset in the flattened parameter, array; None: the array's
 Entry = tuple[str, tuple[int, ...] | None, str | None, int, Any]
 
 
@@ -158,23 +157,24 @@ def write_snapshot(
     step: int = 0,
     reduce_dtype: DtypeLike | None = None,
 ) -> None:
-    """Writes gradients by name, so that runs without a Reducer (FSDP2, DDP) can be compared too.
+    """Writes gradients by name, so that runs without a Reducer (FSDP2, DDP) can be compared, too.
 
         hsdp.write_snapshot(path, {n: p.grad for n, p in model.named_parameters()}, mesh)
 
-    Arrays are f32, f64, bf16 or f16: NumPy arrays and the like, contiguous and in host memory, or
-    torch tensors of any device, DTensors included. Without a `mesh` one file is written: `path`
-    itself when it ends in ".h5", else into the folder. With one every rank of it writes its own
-    file into the folder (collective). Whole gradients are the same on every rank. Of DTensors with
-    `Shard(0)` each rank writes its own rows, which needs the mesh; even or not, and of one or two
-    dimensions (replicas first). When there is one of these, the rows of all others are cut alike.
+    Arrays are f32, f64, bf16 or f16: NumPy arrays and the like, contiguous and in host memory, or torch
+    tensors on any device, including DTensors. Without a `mesh` one file is written: `path` itself if it
+    ends in ".h5", otherwise a file in this folder. With a mesh every rank writes its own file into the
+    folder (collective). Whole gradients must be the same on every rank. Of DTensors with `Shard(0)`
+    each rank writes its own rows, which needs the mesh; rows may be uneven, and the device mesh may
+    have one or two dimensions (replicas first). If there are any, the rows of all other arrays are cut
+    alike.
 
-    `reduce_dtype` is what travelled, if not the arrays' dtype: the coarsest one settles how close
-    `hsdp_check` and `compare_snapshots` expect two runs to be.
+    `reduce_dtype` is the wire dtype, if it differs from the arrays'. The coarsest one determines how
+    close `hsdp_check` and `compare_snapshots` expect two runs to be.
 
-    Blocks until the file is durable, with a mesh all files. Raises UsageError for what cannot be
-    stored, SnapshotError when it cannot be written, also by another rank, and MismatchError when
-    the ranks' names differ.
+    Blocks until the file is durable; with a mesh, all files. Raises UsageError for what cannot be
+    stored, SnapshotError if this or another rank cannot write, and MismatchError if the ranks' names
+    differ.
     """
     remedy = "the mesh comes third: hsdp.write_snapshot(path, named_gradients, mesh)"
     own_mesh = None if mesh is None else as_mesh(mesh, "write_snapshot: mesh", remedy)
@@ -238,7 +238,7 @@ def _entries(named_gradients: Mapping[str, Any], mesh: Mesh | None) -> tuple[lis
                 f"snapshot: array of '{name}': expected a gradient, got None; leave out parameters "
                 "without one"
             )
-    torch = sys.modules.get("torch")  # without it nothing here is a tensor
+    torch = sys.modules.get("torch")  # without torch there are no tensors
     if torch is None or not any(isinstance(x, torch.Tensor) for x in named_gradients.values()):
         return [(name, None, None, 0, x) for name, x in named_gradients.items()], "full"
     dtensor = importlib.import_module("hsdp.torch.dtensor")
@@ -256,7 +256,7 @@ def _require_all(mesh: Mesh, good: list[bool], what: str) -> None:
             )
 
 
-# A random id that all files of a snapshot carry. A rank that refused its gradients sends nothing.
+# A random id for all files of a snapshot. A rank that rejected its gradients sends nothing.
 def _agreed_id(mesh: Mesh, info: dict[str, Any], parameters: list[Any]) -> str:
     own = {"id": info["id"], "step": info["step"], "layout": info["layout"],
            "parameters": parameters}

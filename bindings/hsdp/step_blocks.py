@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """The block of `with reducer.step()`: begins a step, and drops it when the block raises.
+    """The block of `with reducer.step()`: begins a step, and drops it if the block raises.
 
-    The step is dropped on every rank, wherever in the block the exception came from: in a
-    microbatch, between two, or before the first. The other ranks get a StepAbortedError that names
-    this rank at the end of their next microbatch that sends something. When the block ends without
-    the step, it stays pending for `finish` or `discard`.
+    The step is dropped on every rank, wherever in the block the exception was raised: in a microbatch,
+    between two, or before the first. The other ranks raise StepAbortedError, which names this rank, at
+    the end of their next microbatch that sends something. If the block ends before the step, the step
+    stays pending for `finish` or `discard`.
     """
 
     __slots__ = ("_reducer",)
@@ -41,9 +41,9 @@ class Step:
 class Microbatch:
     """The block of `with reducer.microbatch(...)`: ends the microbatch, or drops the step.
 
-    When the block raises, this rank sends zeros for what its peers still wait for, the step is
-    dropped on every rank, and the exception goes on. The other ranks get a StepAbortedError that
-    names this rank, in this microbatch or a later call; all stay usable, and begin a new step.
+    If the block raises, this rank sends zeros for what its peers still wait for, the step is dropped on
+    every rank, and the exception continues. The other ranks raise StepAbortedError, which names this
+    rank, in this microbatch or a later call; all stay usable and begin a new step.
     """
 
     __slots__ = ("_last", "_reducer", "_sync")
@@ -70,7 +70,7 @@ class Microbatch:
 
 
 def reason_of(what: str, error: BaseException) -> str:
-    """Why a step is dropped: what happened, and the first line of the error behind it."""
+    """Why a step is dropped: what happened, and the first line of the error that caused it."""
     text = f"{what} {type(error).__name__}"
     detail = str(error).partition("\n")[0]
     return f"{text}: {detail[:200]}" if detail else text

@@ -1,4 +1,4 @@
-"""A GPU's memory from torch's caching allocator, where the program uses torch on GPUs."""
+"""Uses torch's caching allocator for GPU memory, if the program uses torch on GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hsdp import _hsdp
 
 
 def _torch() -> Any:
-    """Torch, where it has been imported and has used a GPU."""
+    """Torch, if it has been imported and has used a GPU."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     return torch if cuda is not None and cuda.is_initialized() else None
@@ -21,7 +21,7 @@ def _allocate(index: int, size: int, stream: int) -> tuple[int, object] | None:
         return None
     device = torch.device("cuda", index)
     own = torch.cuda.ExternalStream(stream, device=device)
-    with torch.cuda.device(device), torch.cuda.stream(own):  # or it goes back to GPU 0
+    with torch.cuda.device(device), torch.cuda.stream(own):  # otherwise the memory returns to GPU 0
         memory = torch.empty(size, dtype=torch.uint8, device=device)
     return memory.data_ptr(), memory
 
@@ -34,5 +34,5 @@ def _give_back_unused(index: int) -> None:
 
 
 def use_torch_memory() -> None:
-    """So that both draw on one pool: what one has freed the other can use."""
+    """Makes both use one pool: memory that one has freed is available to the other."""
     _hsdp.set_memory_source(_allocate, _give_back_unused)

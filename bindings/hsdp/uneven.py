@@ -1,4 +1,4 @@
-"""A loop over batches of which some ranks have fewer [Note: uneven loops]."""
+"""A loop over batches in which some ranks have fewer [Note: uneven loops]."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hsdp.step_blocks import reason_of
 
 _T = TypeVar("_T")
 
-# What a rank says to the others, once when it asks for a batch and once when it begins the first
-# microbatch after; FAILED is followed by the reason.
+# A rank's message to the others: one when it asks for a batch, one when it begins the first microbatch
+# after it. The reason follows FAILED.
 _BATCH, _NONE, _ENTERS, _LEAVES, _FAILED = "batch", "none", "enters", "leaves", "failed "
 
 
 def uneven(
     reducer: Reducer | Iterable[Reducer], loader: Iterable[_T]
 ) -> Generator[_T | None, None, None]:
-    """The batches of `loader`, then None for as long as any rank has one: so ranks with fewer
-    batches reduce with the others, and all leave the loop together. As DDP's Join.
+    """Yields the batches of `loader`, then None for as long as any rank has one. So ranks with fewer
+    batches still reduce with the others, and all leave the loop together, as in DDP's Join.
 
         for m, batch in enumerate(hsdp.uneven(reducer, loader)):
             with reducer.microbatch(last=m % 4 == 3):
@@ -31,20 +31,19 @@ def uneven(
                     loss(model(batch)).backward()
         reducer.finish()  # where the last step has fewer than four
 
-    As many microbatches for each batch on every rank, for a None too; most often one. Those of a None
-    are empty: they have no gradients, and the default divide factor counts the batches that there
-    were, not the ranks. Where several Reducers have microbatches in the loop, as of a GAN, pass all of
-    them; they are of one mesh. Collective: at each batch the ranks tell each other whether they have
-    one, and once more as they begin its first microbatch.
+    Every rank must run the same number of microbatches for each batch, even for None; usually one.
+    Those for None are empty: they have no gradients, and the default divide factor counts batches, not
+    ranks. If several Reducers have microbatches in the loop, as in a GAN, pass all of them; they must
+    be on one mesh. Collective: at each batch the ranks tell each other whether they have one, and once
+    more when they begin its first microbatch.
 
-    Nobody waits for a rank that is gone. When a loader raises, its rank gets that exception and the
-    others StepAbortedError. When a rank leaves the loop early (break, or an exception in its body)
-    while others have batches, they get StepAbortedError that names it, at their next batch or as
-    they begin a microbatch; the step that was begun is dropped on all ranks, which stay usable. All
-    may leave early together, and nothing is dropped. A rank that leaves waits for the others to
-    come to the same place; it has left when the generator is closed, which for an exception is when
-    that was handled: call nothing collective before. MismatchError, on every rank, when some skip a
-    batch that others reduce.
+    No rank waits for one that is gone. If a loader raises, its rank gets that exception and the others
+    StepAbortedError. If a rank leaves the loop early (break, or an exception in its body) while others
+    have batches, they raise StepAbortedError, which names it, at their next batch or when they begin a
+    microbatch. The step is dropped on all ranks, which stay usable. If all leave early together,
+    nothing is dropped. A rank that leaves waits for the others to reach the same place. It has left
+    when the generator is closed, which after an exception happens once that is handled: call nothing
+    collective before then. Raises MismatchError on every rank if some skip a batch that others reduce.
     """
     reducers = [reducer] if isinstance(reducer, Reducer) else _listed(reducer)
     return _named(who_of(one.name for one in reducers), _batches(reducers, loader))
@@ -109,25 +108,25 @@ def _batches(
 
 
 class UnevenLoop:
-    """What the ranks of one loop say to each other."""
+    """The messages between the ranks of one loop."""
 
     def __init__(self, reducers: list[Reducer]) -> None:
         self._reducers = reducers
         self._world: Communicator = reducers[0].mesh.world
         self._over: Error | None = None
         self._entered = True
-        #: whether this rank has the batch that the next microbatches are of
+        #: whether this rank has the batch of the next microbatches
         self.has_batch = False
         for reducer in reducers:
             reducer._uneven = self
 
     def end(self) -> None:
-        """Microbatches are like others from here on."""
+        """From now on, microbatches are outside the loop."""
         for reducer in self._reducers:
             reducer._uneven = None
 
     def go_on(self, word: str) -> bool:
-        """Whether any rank has a batch."""
+        """Returns whether any rank has a batch."""
         self._require_open()
         self._entered, self.has_batch = False, word == _BATCH
         words = self._exchange(word)
@@ -136,7 +135,7 @@ class UnevenLoop:
         return self._judge(words)
 
     def enter(self) -> None:
-        """Before a microbatch of a batch. Before the first: is nobody about to leave instead?"""
+        """Called before a microbatch of a batch; before the first, checks whether a rank is leaving."""
         self._require_open()
         if self._entered:
             return
@@ -145,13 +144,13 @@ class UnevenLoop:
         if any(each != _ENTERS for each in words):
             self._judge(words)
 
-    # For who has caught what ended the loop, and goes on.
+    # For callers that caught the error that ended the loop, and continue.
     def _require_open(self) -> None:
         if self._over is not None:
             raise self._over
 
     def leave(self, word: str) -> None:
-        """At the place where the others ask or enter; this rank has an exception of its own."""
+        """Called instead of `go_on` or `enter`: this rank has its own exception."""
         if self._over is not None:
             return
         with contextlib.suppress(Error):
@@ -168,7 +167,7 @@ class UnevenLoop:
             raise
 
     def _judge(self, words: list[str]) -> bool:
-        """Ends the loop. Raises where this rank is not the reason and would have gone on."""
+        """Ends the loop. Raises unless this rank caused the end or would have stopped anyway."""
         self._over = Error("uneven: expected the loop to be left, got another batch of it")
         if all(each in (_LEAVES, _NONE) for each in words):
             return False
@@ -198,7 +197,7 @@ class UnevenLoop:
         self._over = kind(reason, [self._world.ranks[rank] for rank in at_fault])
         raise self._over
 
-    # Whoever is at fault sends the mark, and the others meet it.
+    # The ranks at fault mark the step as dropped; the others discard theirs.
     def _drop(self, reason: str, at_fault: bool) -> None:
         for reducer in self._reducers:
             if at_fault:

@@ -1,4 +1,4 @@
-"""Methods that are called as long as their objects live."""
+"""Methods that are called while their objects live."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 
 class WeakCalls:
-    """Calls methods in the order in which they were added, and keeps none of their objects alive."""
+    """Calls methods in the order in which they were added, without keeping their objects alive."""
 
     def __init__(self) -> None:
         self._methods: list[weakref.WeakMethod[Callable[..., None]]] = []
 
     def add(self, method: Callable[..., None]) -> None:
-        """Called from here on, unless its object is gone."""
+        """Calls it from now on, while its object lives."""
         self._methods.append(weakref.WeakMethod(method))
 
     def discard(self, method: Callable[..., None]) -> None:
-        """Nothing where it was not added."""
+        """Does nothing if it was not added."""
         self._methods = [one for one in self._methods if one() not in (None, method)]
 
     def __call__(self, *args: Any) -> None:

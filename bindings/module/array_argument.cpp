@@ -17,7 +17,7 @@ namespace py = pybind11;
 constexpr const char* kAccepted =
     "a NumPy array, an array with __dlpack__ (torch, JAX, CuPy), an hsdp.Array or a buffer";
 
-// NumPy's number of ml_dtypes.bfloat16, once that package was imported by anyone; else -1.
+// NumPy's type number of ml_dtypes.bfloat16, once anyone has imported that package; otherwise -1.
 int bf16_number() {
   static int number = -1;
   if (number >= 0) return number;
@@ -33,7 +33,7 @@ bool is_complex(int number) {
   return number == Api::NPY_CFLOAT_ || number == Api::NPY_CDOUBLE_;
 }
 
-// Of complex numbers: that of their parts.
+// For complex numbers, the dtype of their parts.
 std::optional<Dtype> dtype_of_number(int number) {
   using Api = py::detail::npy_api;
   switch (number) {

@@ -1,4 +1,4 @@
-// The parts of the extension module, each bound by a file of its own.
+// The parts of the extension module, one file each.
 #pragma once
 
 #include <pybind11/pybind11.h>

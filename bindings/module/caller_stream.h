@@ -1,6 +1,5 @@
-// Where the caller's work on the mesh's device runs: on a GPU a framework's current stream, which
-// may be another one at each call and on each thread; on the host here and now
-// [Note: whose stream].
+// Where the caller's work on the mesh's device runs. On a GPU, a framework's current stream, which
+// may differ between calls and threads; on the host, the calling thread [Note: whose stream].
 //
 // Needs the GIL. Nothing here waits.
 #pragma once
@@ -18,18 +17,18 @@ namespace hsdp::python {
 
 class CallerStream {
  public:
-  CallerStream() = default;  // of calls that concern no mesh: the host
+  CallerStream() = default;  // for calls without a mesh: the host
   explicit CallerStream(Device device) : device_(device), of_mesh_(true) {}
 
-  // `source()` is asked at each use: a cudaStream_t as an int. `is_set`: it is what the program has
-  // named, and no framework knows better.
+  // `source()` is called at each use and returns a cudaStream_t as an int. `is_set`: the program
+  // has named this stream, and it overrides any framework.
   void follow(pybind11::object source, bool is_set) {
     source_ = std::move(source);
     is_set_ = is_set;
   }
 
-  // The stream of the calling thread now. `ask`: the function of the framework that an array comes
-  // from, which is asked in place of the source; null: it has none.
+  // The calling thread's current stream. `ask`: the function of the framework that an array comes
+  // from, called instead of the source; null: it has none.
   [[nodiscard]] Stream now(dlpack::CurrentStream ask = nullptr);
   [[nodiscard]] Device device() const { return device_; }
   [[nodiscard]] bool on_host() const { return device_.type == DeviceType::kHost; }
@@ -43,7 +42,7 @@ class CallerStream {
   std::optional<Stream> last_;
 };
 
-// A stream as DLPack names it: 1 is the legacy default stream.
+// A stream in DLPack's numbering: 1 is the legacy default stream.
 [[nodiscard]] std::uintptr_t dlpack_stream(const Stream& stream);
 [[nodiscard]] Stream stream_of_dlpack(Device device, std::uintptr_t stream);
 

@@ -21,7 +21,7 @@ namespace py = pybind11;
 using Handle = CommunicatorHandle;
 
 // Runs `task(group, stream)` with the GIL released; `arrays` live until it is done, even if it is
-// left behind. On a GPU that is when it is enqueued on the caller's stream.
+// abandoned. On a GPU it is done when it is enqueued on the caller's stream.
 template <typename Task>
 auto collective(const Handle& self, std::vector<ArrayArgument> arrays, Task task) {
   std::vector<std::shared_ptr<const void>> held;
@@ -58,7 +58,7 @@ void mean(const Handle& self, py::handle x) {
   });
 }
 
-// Where the result of a collective goes: the caller's array, or new memory.
+// Where a collective writes its result: the caller's array, or new memory.
 struct Output {
   TensorView view;
   std::optional<ArrayArgument> given;
@@ -98,7 +98,7 @@ py::object reduce_scatter(const Handle& self, py::handle x, const py::object& ou
   return output.result(self, out);
 }
 
-// Rows of any length: the ranks tell each other theirs first.
+// For rows of any length: the ranks exchange them first.
 RowCut agreed_rows(const Handle& self, std::int64_t count) {
   return collective(self, {}, [count](Communicator& group, const Stream& /*stream*/) {
     std::vector<std::int64_t> offsets{0};
@@ -133,7 +133,7 @@ void broadcast(const Handle& self, py::handle x, int root) {
   });
 }
 
-// Of the processes, not of their GPUs.
+// A barrier of the processes, not of their GPUs.
 void barrier(const Handle& self) {
   collective(self, {}, [](Communicator& group, const Stream& stream) {
     if (stream.device().type == DeviceType::kHost) {

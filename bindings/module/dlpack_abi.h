@@ -1,7 +1,7 @@
-// The memory layout of DLPack, version 1: what array libraries hand each other in a capsule, and
-// the functions that an array's class offers.
+// The memory layout of DLPack, version 1: what array libraries pass each other in a capsule, and
+// the functions that an array's class provides.
 //
-// Layouts, and what the library's dtypes and devices are in them; the names are ours.
+// Layouts, and their conversion to and from the library's dtypes and devices; the names are ours.
 #pragma once
 
 #include <cstdint>
@@ -63,16 +63,16 @@ struct VersionedTensor {
   Tensor tensor;
 };
 
-// The stream that the calling thread works on now.
+// Returns the calling thread's current stream.
 using CurrentStream = int (*)(DeviceKind kind, std::int32_t index, void** out);
 
-// Functions for arrays of exactly the class that has them. They need the GIL, and return 0, or
-// another number with a Python error set.
+// Functions for arrays of exactly the class that provides them. They need the GIL. They return 0,
+// or another number with a Python error set.
 struct ExchangeApi {
   Version version;
   const ExchangeApi* older;
   void (*unused[3])();
-  // The array keeps what `out` points to. Null: the class does not offer it.
+  // The array keeps what `out` points to alive. Null: the class does not provide it.
   int (*describe)(void* array, Tensor* out);
   CurrentStream current_stream;
 };

@@ -24,7 +24,7 @@ std::string type_text(dlpack::ElementType type) {
 
 bool is_complex(dlpack::ElementType type) { return type.code == TypeCode::kComplex; }
 
-// Of complex numbers: that of their parts.
+// For complex numbers, the dtype of their parts.
 Dtype dtype_of(dlpack::ElementType type, std::string_view what, Complex of_complex) {
   if (type.lanes == 1) {
     if (is_complex(type)) {
@@ -43,7 +43,7 @@ Dtype dtype_of(dlpack::ElementType type, std::string_view what, Complex of_compl
          "convert it first");
 }
 
-// The one place that decides which devices' memory the library can take.
+// The only place that decides which devices' memory the library accepts.
 Device device_of(dlpack::DeviceId device, std::string_view what) {
   switch (device.kind) {
     case DeviceKind::kCpu:
@@ -58,14 +58,14 @@ Device device_of(dlpack::DeviceId device, std::string_view what) {
          "copy it to the host first");
 }
 
-// What the producer says before it exports; nothing from old ones.
+// The device that the producer announces before exporting; nothing from old producers.
 std::optional<Device> announced_device(py::handle object, std::string_view what) {
   if (!py::hasattr(object, "__dlpack_device__")) return std::nullopt;
   const py::tuple device = object.attr("__dlpack_device__")();
   return device_of({static_cast<DeviceKind>(device[0].cast<int>()), device[1].cast<int>()}, what);
 }
 
-// Versioned capsules say whether the memory is read-only; older producers know no max_version.
+// Versioned capsules say whether the memory is read-only; older producers do not know max_version.
 py::object export_capsule(py::handle object, const py::dict& arguments) {
   const py::object dlpack = object.attr("__dlpack__");
   try {
@@ -89,7 +89,7 @@ py::object export_capsule(py::handle object, std::string_view what, CallerStream
     }
     return export_capsule(object, arguments);
   } catch (const py::error_already_set& error) {
-    if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt and the like
+    if (!error.matches(PyExc_Exception)) throw;  // KeyboardInterrupt and similar
     const std::string reason = py::str(error.value());
     refuse(what, "an array that can be exported by DLPack",
            "a " + type_name(object) + " that refuses (" + reason + ")",
@@ -97,7 +97,7 @@ py::object export_capsule(py::handle object, std::string_view what, CallerStream
   }
 }
 
-// torch negates or conjugates some tensors by a mark, which memory does not show.
+// torch only marks some tensors as negated or conjugated, which memory does not show.
 void require_unmarked(py::handle object, std::string_view what) {
   const auto is_marked = [object](const char* mark) {
     return py::hasattr(object, mark) && object.attr(mark)().cast<bool>();
@@ -112,7 +112,7 @@ void require_unmarked(py::handle object, std::string_view what) {
 
 struct Capsule {
   const dlpack::Tensor* tensor = nullptr;
-  std::optional<bool> read_only;  // only versioned capsules know
+  std::optional<bool> read_only;  // known only for versioned capsules
 };
 
 Capsule open_capsule(const py::object& capsule, std::string_view what) {
@@ -133,8 +133,8 @@ Capsule open_capsule(const py::object& capsule, std::string_view what) {
   refuse(what, "a DLPack capsule from __dlpack__", "something else");
 }
 
-// What an array says beside DLPack. Of one that says nothing it cannot be known: JAX exports its
-// immutable arrays without a version.
+// What an array says besides DLPack. Without that it is unknown: JAX exports its immutable arrays
+// without a version.
 bool says_writable(py::handle object, Device device) {
   const char* const name =
       device.type == DeviceType::kCuda ? "__cuda_array_interface__" : "__array_interface__";
@@ -147,7 +147,7 @@ bool says_writable(py::handle object, Device device) {
 
 }  // namespace
 
-// The capsule stays unconsumed, its own destructor frees the export [Note: the capsule is kept].
+// The capsule stays unconsumed; its own destructor frees the export [Note: the capsule is kept].
 ArrayArgument from_dlpack(py::handle object, std::string_view what, CallerStream& caller,
                           Complex of_complex) {
   require_unmarked(object, what);

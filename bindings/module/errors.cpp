@@ -1,4 +1,4 @@
-// The library's exceptions as the classes of hsdp.errors.
+// Maps the library's exceptions to the classes of hsdp.errors.
 #include <pybind11/stl.h>
 
 #include <exception>

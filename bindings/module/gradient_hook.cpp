@@ -1,9 +1,9 @@
 // Hooks of an attached model's parameters, and its loops over them, without the interpreter.
 //
-// A hook reads p.grad, looks at it by the functions that DLPack has for arrays of its class, and
-// hands it over. What it does not understand it leaves to the way written in Python, which takes
-// more gradients and refuses the others with its own words [Note: p.grad is taken out]. Nothing
-// here knows torch but by the names of its attributes. Needs the GIL.
+// A hook reads p.grad, inspects it through DLPack's functions for arrays of its class, and hands it
+// over. What it does not recognize it leaves to the Python implementation, which takes more kinds
+// of gradients and rejects the others with a suitable error [Note: p.grad is taken out]. This code
+// knows torch only by the names of its attributes. Needs the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -36,16 +36,16 @@ py::object gradient_in(py::handle parameter) {
   return grad;
 }
 
-// The gradients that a window leaves in p.grad, where autograd adds them up.
+// Gradients that a window leaves in p.grad, where autograd adds them up.
 class HeldGradients {
  public:
-  // From here on a gradient is left where it is, until it is the sum of so many.
+  // From now on, a gradient stays in place until it is the sum of `backwards` passes.
   void begin(std::optional<std::int64_t> backwards) {
     is_active_ = true;
     backwards_ = backwards;
     passes_.clear();
   }
-  // Counts one gradient of that parameter; whether it stays in p.grad.
+  // Counts one gradient of that parameter; returns whether it stays in p.grad.
   [[nodiscard]] bool keeps(int parameter) {
     if (!is_active_) return false;
     const auto place = static_cast<std::size_t>(parameter);
@@ -53,10 +53,10 @@ class HeldGradients {
     ++passes_[place];
     return !backwards_ || passes_[place] < *backwards_;
   }
-  // From here on gradients are handed over again.
+  // From now on, gradients are handed over again.
   void end() { is_active_ = false; }
   [[nodiscard]] bool is_active() const { return is_active_; }
-  // The most that one parameter got in the last window.
+  // The largest number of passes of one parameter in the last window.
   [[nodiscard]] std::int64_t pass_count() const {
     return passes_.empty() ? 1 : *std::ranges::max_element(passes_);
   }
@@ -67,12 +67,12 @@ class HeldGradients {
   std::vector<std::int64_t> passes_;  // [parameter]
 };
 
-// How arrays of exactly one class are looked at.
+// How to inspect arrays of exactly one class.
 struct ArrayClass {
-  PyTypeObject* type = nullptr;  // null: that class has no such functions
+  PyTypeObject* type = nullptr;  // null: the class has no such functions
   decltype(dlpack::ExchangeApi::describe) describe = nullptr;
   dlpack::CurrentStream current_stream = nullptr;
-  py::object is_neg;  // the method: a mark that memory does not show
+  py::object is_neg;  // the method: negation is only a mark, which memory does not show
 };
 
 ArrayClass array_class(const py::type& type) {
@@ -85,7 +85,7 @@ ArrayClass array_class(const py::type& type) {
           type.attr("is_neg")};
 }
 
-// As pybind11 says it to Python.
+// Sets the same Python error as pybind11.
 void set_python_error(const std::exception_ptr& error) {
   const py::cpp_function thrower([error] { std::rethrow_exception(error); });
   Py_XDECREF(PyObject_CallNoArgs(thrower.ptr()));
@@ -130,7 +130,7 @@ class GradientHook {
   }
 
  private:
-  // Whether it is one as it was registered: then `view` has its memory and its strides.
+  // Whether it is as registered; then `view` has its memory and strides.
   [[nodiscard]] bool understands(PyObject* grad, StridedView& view) const {
     if (Py_TYPE(grad) != tensors_.type) return false;
     dlpack::Tensor tensor;
@@ -185,7 +185,7 @@ PyObject* run_hook(PyObject* capsule, PyObject* parameter) {
   }
 }
 
-// A plain function of C's: pybind11 would look at the arguments of each call.
+// A plain C function: pybind11 would inspect the arguments of each call.
 py::object gradient_hook(py::object reducer, int index, std::shared_ptr<HeldGradients> held,
                          py::object python_way, py::object explained, const py::type& tensor) {
   static PyMethodDef definition = {"gradient_hook", run_hook, METH_O, nullptr};

@@ -14,7 +14,7 @@ struct PutAside {
   std::vector<PyObject*> objects;
 };
 
-// Never destroyed: threads of the library may still let go while the process exits.
+// Never destroyed: threads of the library may still release objects while the process exits.
 PutAside& put_aside() {
   static auto* const instance = new PutAside;
   return *instance;

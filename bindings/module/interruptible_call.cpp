@@ -30,13 +30,13 @@ struct Call {
   std::function<void()> task;
   std::exception_ptr error;
   bool done = false;
-  const std::function<void()>* work = nullptr;  // that the task wants done on the main thread
+  const std::function<void()>* work = nullptr;  // what the task wants done on the main thread
   std::exception_ptr work_error;
-  bool interrupted = false;  // no work is done any more
+  bool interrupted = false;  // no more work is done
 };
 
-// What the main thread and one calling thread share; the thread holds a share of its own, so that
-// it may outlive everything else.
+// Shared by the main thread and one calling thread. The thread holds its own share, so that it may
+// outlive everything else.
 struct Post {
   std::mutex mutex;
   std::condition_variable changed;
@@ -50,7 +50,7 @@ struct Serving {
   Call* call = nullptr;
 };
 thread_local Serving serving;
-thread_local bool in_task_here = false;  // of run_released
+thread_local bool in_task_here = false;  // in run_released
 
 struct TaskHere {
   TaskHere() : outer(std::exchange(in_task_here, true)) {}
@@ -93,7 +93,7 @@ std::shared_ptr<Post> start_thread() {
   return post;
 }
 
-// The main thread's own; guarded by the GIL.
+// Used by the main thread only; guarded by the GIL.
 struct MainCalls {
   std::shared_ptr<Post> post;
   std::uint32_t generation = 0;
@@ -135,7 +135,7 @@ void refuse_work(Post& post, Call& call) {
   post.changed.notify_all();
 }
 
-// Waits for the call; throws what a signal handler raised meanwhile, after ending the call.
+// Waits for the call. If a signal handler raises meanwhile, ends the call and throws that error.
 void attend(MainCalls& calls, Call& call, const Interrupt& interrupt) {
   const std::shared_ptr<Post> post = calls.post;
   while (true) {

@@ -1,12 +1,12 @@
 // Calls that may wait, with the GIL released and Ctrl-C working [Note: Ctrl-C in a wait].
 //
-// Python runs signal handlers on its main thread only. So when a call comes from there, another
-// thread runs it, and the main thread looks for signals ten times a second. A handler that raises
-// ends the call: `interrupt` must make the task return soon (it ends the world on every rank), and
-// the handler's exception is raised. Calls from other threads run where they are.
+// Python runs signal handlers only on its main thread. So a call from there runs on another thread,
+// while the main thread checks for signals ten times a second. A handler that raises ends the call:
+// `interrupt` must make the task return soon (it ends the world on every rank), and the handler's
+// exception is raised. Calls from other threads run directly.
 //
-// A task that does not return within seconds after that is left behind: so it owns, by value or by
-// shared pointer, everything that it touches.
+// A task that does not return within seconds after that is abandoned, so it must own everything it
+// touches, by value or by shared pointer.
 #pragma once
 
 #include <functional>
@@ -23,17 +23,17 @@ using Interrupt = std::function<void(const std::string& reason)>;
 // Needs the GIL; rethrows what the task throws.
 void run_interruptibly(std::function<void()> task, const Interrupt& interrupt = {});
 
-// For tasks that wait for nobody: here and now, with the GIL released.
+// Runs a task that never waits for other ranks directly, with the GIL released.
 void run_released(std::function<void()> task);
 
 // Whether the calling thread runs such a task.
 [[nodiscard]] bool in_released_call();
 
-// From such a task: runs `work` with the GIL, on the thread that made the Python call. Rethrows
-// what it throws; an Error when that call has been interrupted meanwhile.
+// Called from such a task: runs `work` with the GIL on the thread that made the Python call.
+// Rethrows what it throws; throws Error if that call has been interrupted.
 void run_on_calling_thread(const std::function<void()>& work);
 
-// `run` of a task with a result.
+// `run`, for a task with a result.
 template <typename Task, typename Run>
 auto result_of(Task task, Run run) {
   using Result = std::invoke_result_t<Task&>;

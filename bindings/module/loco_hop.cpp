@@ -1,4 +1,4 @@
-// LocoHop, the replica hop of four bits. hsdp/quant.py is what users see of it.
+// LocoHop, the 4-bit replica hop. hsdp/quant.py wraps it for users.
 #include "quant/loco_hop.h"
 
 #include <pybind11/numpy.h>

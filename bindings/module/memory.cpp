@@ -18,7 +18,7 @@ namespace {
 
 namespace py = pybind11;
 
-// One export: the struct of the protocol with what it points to and who owns that.
+// One export: the protocol's struct, what it points to, and its owner.
 template <typename Managed>
 struct Export {
   Managed managed{};
@@ -56,7 +56,7 @@ Managed* make_export(const Memory& memory, std::shared_ptr<const void> owner) {
   return &exported->managed;
 }
 
-// Runs only when nobody took the export out of the capsule.
+// Runs only if no consumer took the export out of the capsule.
 template <typename Managed>
 void delete_capsule(PyObject* capsule, const char* name) {
   if (PyCapsule_IsValid(capsule, name) == 0) return;
@@ -101,7 +101,7 @@ py::object Memory::numpy() const {
   });
   static_cast<void>(owner.release());
   const auto dtype = numpy_dtype(view_.dtype).cast<py::dtype>();
-  // An empty view may have no address, which NumPy would take for "allocate".
+  // An empty view may have no address, which NumPy would take as a request to allocate.
   static std::max_align_t nothing;
   const void* const data = view_.data == nullptr ? &nothing : view_.data;
   return py::array(dtype, std::vector<py::ssize_t>(shape_.begin(), shape_.end()), data, base);
@@ -110,7 +110,7 @@ py::object Memory::numpy() const {
 double Memory::number() const {
   double value = 0.0;
   const py::gil_scoped_release released;
-  // The copy only when nothing is left to wait for: it would hold the host up, whatever the world.
+  // Copy only when nothing is left to wait for: a copy blocks the host, even if the world ends.
   if (auto engine = world_.lock()) {
     Communicator(std::move(engine)).wait(ready_);
   } else {

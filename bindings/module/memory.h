@@ -1,8 +1,8 @@
-// Memory of the library as Python sees it: NumPy arrays and DLPack exports without a copy.
+// The library's memory in Python: NumPy arrays and DLPack exports without a copy.
 //
-// A Memory and everything exported from it share the owner, so that the memory outlives the Reducer
-// or Mesh it came from [Note: views that outlive their Reducer]. On a GPU its content is there
-// after `ready`.
+// A Memory and everything exported from it share the owner, so the memory outlives the Reducer or
+// Mesh it came from [Note: views that outlive their Reducer]. On a GPU its content is valid after
+// `ready`.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -21,12 +21,12 @@ namespace hsdp::python {
 class Memory {
  public:
   Memory(TensorView view, Shape shape, std::shared_ptr<const void> owner, Event ready = {});
-  // `count` elements of this process alone: zeros on the host; on a GPU of any content, valid on
-  // `stream`, in whose order they are freed.
+  // `count` private elements: zeros on the host; on a GPU with undefined content, valid on
+  // `stream`, and freed in its order.
   [[nodiscard]] static Memory create(std::int64_t count, Dtype dtype, const Stream& stream);
   [[nodiscard]] static Memory zeros(std::int64_t count, Dtype dtype);
   void set_ready(Event ready) { ready_ = std::move(ready); }
-  // What a world's collectives put there: number() throws when it has failed.
+  // For what a world's collectives write there: number() throws if the world has failed.
   void set_ready(Event ready, const Communicator& world) {
     ready_ = std::move(ready);
     world_ = world.engine();
@@ -39,7 +39,7 @@ class Memory {
   [[nodiscard]] pybind11::object numpy() const;
   // Its only element, an f64; waits for it.
   [[nodiscard]] double number() const;
-  // `stream`, as DLPack names it, waits for the content; -1: it need not.
+  // Makes `stream`, in DLPack's numbering, wait for the content; -1: no wait is needed.
   [[nodiscard]] pybind11::capsule dlpack(bool versioned, std::optional<std::int64_t> stream) const;
   [[nodiscard]] pybind11::tuple dlpack_device() const;
 

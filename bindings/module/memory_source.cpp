@@ -1,4 +1,4 @@
-// Memory of GPUs from a Python framework's allocator.
+// GPU memory from a Python framework's allocator.
 #include "hsdp/device/memory_source.h"
 
 #include <cstdint>
@@ -17,8 +17,8 @@ namespace {
 
 namespace py = pybind11;
 
-// Only for a call from Python: on a thread of the library the garbage collector might end a Reducer
-// that waits for that very thread. Python's errors must not leave the thread that has the GIL.
+// Only during a call from Python: on a thread of the library, the garbage collector might end a
+// Reducer that waits for that very thread. Python's errors must not leave the thread with the GIL.
 void call_python(const std::function<void()>& work) {
   if (!in_released_call()) return;
   run_on_calling_thread([&work] {
@@ -51,7 +51,7 @@ void bind_memory_source(py::module_& module) {
   module.def(
       "set_memory_source",
       [](const py::function& allocates, const py::function& gives_back) {
-        // For good: threads of the library may allocate while the interpreter ends.
+        // Never released: threads of the library may allocate while the interpreter ends.
         const py::handle make = py::object(allocates).release();
         const py::handle give_back = py::object(gives_back).release();
         set_memory_source(

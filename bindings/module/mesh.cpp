@@ -40,10 +40,10 @@ MeshHandle connect(int replicate, int shard, const std::string& engine, const st
   return MeshHandle(call_interruptibly([options] { return init_mesh(options); }));
 }
 
-// Rank and size of a job on several hosts that was told no address to meet at, though torch's store
-// may know one; MPI finds its own.
+// Rank and size of a job on several hosts without an address to meet at, which torch's store may
+// know; MPI finds its own.
 std::optional<std::pair<int, int>> needs_store() {
-  // Without the secret's file: a rank that cannot read it still goes to the store, and says so.
+  // Ignore the secret's file: a rank that cannot read it must still go to the store, and report it.
   const comm::LaunchEnvironment launch = comm::detect_launch([](const std::string& name) {
     return name == "HSDP_SECRET_FILE" ? std::nullopt : comm::process_variable(name);
   });
@@ -58,7 +58,7 @@ template <typename Result>
 auto reader(Result (Mesh::*member)() const) {
   return [member](const MeshHandle& self) {
     const Mesh& mesh = self.mesh();
-    static_cast<void>(mesh.world());  // UsageError when it is closed
+    static_cast<void>(mesh.world());  // throws UsageError if it is closed
     return (mesh.*member)();
   };
 }

@@ -1,4 +1,4 @@
-// A Mesh as Python holds it: every use first checks the process and that it is open.
+// A Mesh for Python: every use first checks that it is in its own process and open.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ class MeshHandle {
       : mesh_(make_owned_by_process(mesh)),
         caller_(std::make_shared<CallerStream>(mesh.device())) {}
 
-  // UsageError in a forked child.
+  // Throws UsageError in a forked child.
   [[nodiscard]] Mesh& mesh() const {
     process_.require("mesh");
     return *mesh_;
@@ -43,7 +43,7 @@ class CommunicatorHandle {
   CommunicatorHandle(MeshHandle mesh, GroupKind kind) : mesh_(std::move(mesh)), kind_(kind) {}
 
   [[nodiscard]] const MeshHandle& mesh() const { return mesh_; }
-  // UsageError when the mesh is closed or this is a forked child.
+  // Throws UsageError if the mesh is closed or this is a forked child.
   [[nodiscard]] Communicator& group() const;
 
  private:

@@ -1,5 +1,5 @@
-// hsdp._hsdp: the library as the Python package sees it. The package wraps everything here; names
-// and signatures of this module are its own affair.
+// hsdp._hsdp: the library as seen by the Python package. The package wraps everything here; names
+// and signatures of this module are private.
 #include <pybind11/pybind11.h>
 
 #include "bindings/module/bindings.h"

@@ -1,5 +1,5 @@
-// Whether an object is used in the process that made it. A forked child has neither the threads nor
-// the connections of its parent: it may neither call nor destroy what it inherited.
+// Checks that an object is used in the process that made it. A forked child has neither threads nor
+// connections of its parent: it may neither call nor destroy inherited objects.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -31,8 +31,8 @@ class OwnProcess {
   std::uint32_t generation_;
 };
 
-// A shared pointer whose object is not destroyed in a forked child, and elsewhere without holding
-// the GIL: its end may wait for threads of the library.
+// A shared pointer whose object is never destroyed in a forked child. Elsewhere it is destroyed
+// without the GIL, since its destructor may wait for threads of the library.
 template <typename T>
 std::shared_ptr<T> make_owned_by_process(T value) {
   const OwnProcess process;

@@ -20,7 +20,7 @@ namespace py = pybind11;
 using zero::GatheredParameter;
 using zero::ParameterGather;
 
-// Keeps arrays, masters and the Reducer alive for as long as gathers may touch them.
+// Keeps arrays, masters and the Reducer alive while gathers may access them.
 class GatherHandle {
  public:
   GatherHandle(ReducerHandle& reducer, const py::dict& arrays, const py::dict& masters,
@@ -41,7 +41,7 @@ class GatherHandle {
       std::shared_ptr<Reducer> reducer;
       std::shared_ptr<Owners> arrays;
       Owners masters;
-      std::unique_ptr<ParameterGather> gather;  // the last: its end waits for what uses the rest
+      std::unique_ptr<ParameterGather> gather;  // last: its destructor waits for what uses the rest
     };
     const OwnProcess process;
     auto held = std::make_shared<Held>();
@@ -73,7 +73,7 @@ class GatherHandle {
       Stream reader = caller_->now();
       gather_->wait(parameter, reader);
     } else if (is_ready(parameter)) {
-      gather_->wait(parameter);  // throws what went wrong
+      gather_->wait(parameter);  // throws an error of the gather
     } else {
       call_interruptibly([gather = gather_, parameter] { gather->wait(parameter); }, interrupt_);
     }
@@ -92,7 +92,7 @@ class GatherHandle {
     gather_->rebind(parameter, view(array, "array", names_.at(place), owner));
     arrays_->at(place) = std::move(owner.front());
   }
-  // Who cannot update its slices ends the world: the others wait for them.
+  // A rank that cannot update its slices ends the world: the others wait for them.
   void abort(const std::string& reason) {
     call_released([interrupt = interrupt_, reason] { interrupt(reason); });
   }
@@ -132,7 +132,7 @@ class GatherHandle {
 
   std::shared_ptr<CallerStream> caller_;
   Interrupt interrupt_;
-  std::set<std::string> complex_;                                // parameters of the Reducer
+  std::set<std::string> complex_;                                // the Reducer's complex parameters
   std::vector<std::string> names_;                               // by parameter
   std::shared_ptr<Owners> arrays_ = std::make_shared<Owners>();  // by parameter
   Owners masters_;

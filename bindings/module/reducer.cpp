@@ -26,7 +26,7 @@ namespace py = pybind11;
 using Handle = ReducerHandle;
 using OptionalText = std::optional<std::string>;
 
-// One of a few words; UsageError names them.
+// Parses one of a few words; a UsageError lists them.
 template <typename Choices>
 auto choose(const std::string& option, const std::string& got, const Choices& choices) {
   std::string accepted;
@@ -45,7 +45,7 @@ std::optional<Dtype> wire_dtype(const std::string& option, const OptionalText& t
   return choose(option, *text, kWires);
 }
 
-// Sets an option to what Python gave, by the option's type.
+// Sets an option from a Python value, by the option's type.
 struct SetOption {
   const py::dict& given;
 
@@ -150,14 +150,14 @@ void gradient_of(Handle& self, int parameter, std::uintptr_t address, const py::
   self.gradient_of(parameter, std::move(view), std::move(owner));
 }
 
-// The found_inf of the step as 1 or 0 in an array of one f32.
+// Writes the step's found_inf as 1 or 0 to an array of one f32.
 void found_inf_word(Handle& self, py::handle out) {
   const std::string what = "reducer: found_inf_tensor: out";
   ArrayArgument argument = array_argument(out, what, self.caller());
   const TensorView word = writable(argument, what);
   self.call([word, held = hold(std::move(argument.owner))](Reducer& reducer) {
     const bool on_host = word.device.type == DeviceType::kHost;
-    if (on_host) static_cast<void>(reducer.found_inf());  // waits, and raises a dropped step
+    if (on_host) static_cast<void>(reducer.found_inf());  // waits; throws if the step was dropped
     const Event done = reducer.found_inf(word);
     if (on_host) done.wait();
   });
@@ -225,7 +225,7 @@ struct NamedArrays {
   }
 };
 
-// Arrays that a GPU may still write to when the world has ended are kept with the Reducer.
+// Keeps arrays with the Reducer if a GPU may still write to them after the world has ended.
 template <typename Gather>
 void gather(Handle& self, const py::dict& given, const char* what, Gather call) {
   const auto named = std::make_shared<NamedArrays>(self, given, what);
@@ -245,7 +245,7 @@ void gather_parameters(Handle& self, const py::dict& given) {
   gather(self, given, "gather_parameters", &Reducer::gather_parameters);
 }
 
-// The norm that was: one f64, where the mesh is.
+// Returns the norm before clipping: one f64 on the mesh's device.
 Memory clip_together(const std::vector<Handle*>& handles, double max_norm) {
   if (handles.empty()) {
     throw UsageError({.where = "reducer: clip_grad_norm_",
@@ -294,7 +294,7 @@ py::dict stats(const Handle& self) {
   return d;
 }
 
-// Bytes that count until Python lets go of it.
+// Bytes that count until Python releases this object.
 struct HeldBytes {
   MemoryCount::Held held;
 };

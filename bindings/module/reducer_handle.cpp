@@ -19,10 +19,10 @@ namespace {
 
 namespace py = pybind11;
 
-// From here on a copy takes so long that other Python threads should run meanwhile.
+// From this size on, a copy takes so long that other Python threads should run meanwhile.
 constexpr std::int64_t kReleasesGilFromBytes = 16 << 10;
 
-// nullptr: the library says that there is none.
+// nullptr: the library reports that there is none.
 const ParameterSpec* find_spec(const Reducer& reducer, const std::string& name) {
   const auto found = std::ranges::find(reducer.parameters(), name, &ParameterSpec::name);
   return found == reducer.parameters().end() ? nullptr : &*found;
@@ -63,7 +63,7 @@ int ReducerHandle::register_parameter(const ParameterSpec& spec) {
   return index;
 }
 
-// An index that is out of range is the library's to refuse.
+// The library rejects an index that is out of range.
 int ReducerHandle::index_of(py::handle key) {
   if (PyObject* const found = PyDict_GetItemWithError(indices_.ptr(), key.ptr())) {
     return static_cast<int>(PyLong_AsLong(found));
@@ -176,7 +176,7 @@ void ReducerHandle::leave(const std::string& reason, double grace_s) {
     std::jthread timer;
     try {
       timer = std::jthread(end_in_time);
-    } catch (const std::system_error&) {  // no more threads: then the mesh's timeout is the bound
+    } catch (const std::system_error&) {  // no more threads: the mesh's timeout is then the bound
     }
     call(std::move(task));
   };

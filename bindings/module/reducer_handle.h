@@ -1,5 +1,5 @@
-// A Reducer as Python holds it: checks the process, lets no two calls in at a time that the library
-// does not allow together, and keeps arrays alive for as long as it reads them.
+// A Reducer for Python: checks the process, excludes concurrent calls that the library does not
+// allow, and keeps arrays alive while it reads them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -27,23 +27,22 @@ class ReducerHandle {
   int register_parameter(const ParameterSpec& spec);
   // `key`: a name or an index.
   void gradient_ready(pybind11::handle key, pybind11::handle gradient);
-  // For callers that know the array well: no conversion, no protocol. Of the registered shape and
+  // For callers that know the array: no conversion, no protocol. It has the registered shape and
   // dtype, which the view lacks. On a GPU the owner frees it in the order of the caller's stream,
-  // and nobody overwrites the gradient before it is packed. `stream`: as CallerStream::now takes
-  // it.
+  // and must not overwrite the gradient before it is packed. For `stream` see CallerStream::now.
   void gradient_of(int parameter, StridedView gradient, pybind11::object owner,
                    dlpack::CurrentStream stream = nullptr);
-  // A microbatch with sync="none" waits for nobody within a step: it begins and ends on the calling
-  // thread, without the one that keeps this thread free for Ctrl-C. Only a fault in it would wait,
-  // where the words of the microbatch before are still under way.
+  // Within a step, a microbatch with sync="none" waits for no rank, so it begins and ends on the
+  // calling thread, without the thread that keeps Ctrl-C working. It only waits after an error, if
+  // the words of the previous microbatch are still in flight.
   void begin_microbatch(const MicrobatchOptions& options);
   void end_microbatch();
   void end_window(std::int64_t backwards);
-  // Drops the step, writes the snapshots and closes the Reducer, on a rank that does not come back.
-  // The disk may take its time. Peers that do not answer within the grace, as they wait for this
-  // rank elsewhere, are not waited for: the mesh ends.
+  // Drops the step, writes the snapshots and closes the Reducer, on a rank that will not return.
+  // Writing may take any time. If peers do not answer within the grace period, because they wait
+  // for this rank elsewhere, the mesh ends.
   void leave(const std::string& reason, double grace_s);
-  // On a GPU: the caller's stream goes on after the gradients so far are packed.
+  // On a GPU: makes the caller's stream wait until the gradients so far are packed.
   void wait_packed();
 
   // Runs `task(reducer)`, which may wait, with the GIL released; one at a time.
@@ -56,7 +55,7 @@ class ReducerHandle {
         [reducer = reducer_, task = std::move(task)]() mutable { return task(*reducer); },
         interrupt_);
   }
-  // The same for a task that waits for nobody.
+  // The same for a task that never waits for other ranks.
   template <typename Task>
   auto call_here(Task task) {
     const InUse in_use(*this);
@@ -64,14 +63,14 @@ class ReducerHandle {
     follow_caller();
     return call_released([this, &task] { return task(*reducer_); });
   }
-  // For waits that concern no other rank: Ctrl-C leaves the task behind and the mesh alone.
+  // For waits that concern no other rank: Ctrl-C abandons the task and does not affect the mesh.
   template <typename Task>
   auto call_alone(Task task) {
     const InUse in_use(*this);
     return call_interruptibly(
         [reducer = reducer_, task = std::move(task)]() mutable { return task(*reducer); });
   }
-  // For calls that return at once.
+  // For calls that return immediately.
   [[nodiscard]] Reducer& reducer() const {
     process_.require("reducer");
     return *reducer_;
@@ -84,18 +83,18 @@ class ReducerHandle {
   [[nodiscard]] Memory shard(const std::string& name);
   [[nodiscard]] Memory partial_shard(const std::string& name);
   [[nodiscard]] Memory local_sum(const std::string& name);
-  // One f64, where the mesh is.
+  // One f64 on the mesh's device.
   [[nodiscard]] Memory grad_norm();
-  // What the Reducer has put there is there for whoever waits.
+  // Makes readers of `memory` wait for what the Reducer has written there.
   void set_ready(Memory& memory) const { memory.set_ready(caller_event(), world_); }
-  // Keeps something for as long as this.
+  // Keeps `object` alive as long as this handle.
   void keep(std::shared_ptr<const void> object) { kept_.push_back(std::move(object)); }
   [[nodiscard]] CallerStream& caller() const { return *caller_; }
   [[nodiscard]] std::shared_ptr<CallerStream> share_caller() const { return caller_; }
   [[nodiscard]] const Interrupt& interrupt() const { return interrupt_; }
 
  private:
-  // Within a step a local microbatch waits for nobody, nor does one that only delimits in a window.
+  // Within a step, a local microbatch waits for no rank, nor does one that only delimits a pass.
   [[nodiscard]] bool may_stay_here(bool is_local) const;
 
   class InUse {
@@ -112,22 +111,22 @@ class ReducerHandle {
   [[nodiscard]] int index_of(pybind11::handle key);
   void hand_over(int parameter, ArrayArgument argument, KeptUntil until,
                  dlpack::CurrentStream stream);
-  // The Reducer works beside the stream that is the caller's now.
+  // Makes the Reducer follow the caller's current stream.
   void follow_caller();
   [[nodiscard]] Event caller_event() const;
 
   OwnProcess process_;
-  std::vector<std::shared_ptr<const void>> kept_;  // outlives the Reducer
+  std::vector<std::shared_ptr<const void>> kept_;  // must outlive the Reducer
   std::shared_ptr<Reducer> reducer_;
   Communicator world_;
   Interrupt interrupt_;
   std::shared_ptr<CallerStream> caller_;
   std::atomic<bool> overwritable_{false};  // a gradient of the open microbatch may be written to
-  bool in_use_ = false;                    // guarded by the GIL, as are:
+  bool in_use_ = false;                    // guarded by the GIL, like the following:
   bool open_is_local_ = false;             // the last microbatch that began
-  bool settled_ = false;    // the result stands, and nothing was called since that could change it
-  pybind11::dict indices_;  // by name
-  std::vector<std::string> titles_;  // of the parameters' gradients, in errors
+  bool settled_ = false;                   // the result is final, and no later call could change it
+  pybind11::dict indices_;                 // by name
+  std::vector<std::string> titles_;        // what errors call the parameters' gradients
 };
 
 }  // namespace hsdp::python

@@ -1,4 +1,4 @@
-// RowReducer for gradients that FSDP2 has scattered, and the plain replica hop.
+// RowReducer for gradients scattered by FSDP2, and the plain replica hop.
 #include "hsdp/row_reducer.h"
 
 #include <pybind11/pybind11.h>
@@ -25,8 +25,8 @@ namespace py = pybind11;
 
 constexpr std::string_view kGradients = "replica_hook: gradients";
 
-// {"name", "wire", "count", "parameters": [(name, shape, dtype, offset, count, flat_offset)]}, the
-// last three of this rank's slice, in elements.
+// {"name", "wire", "count", "parameters": [(name, shape, dtype, offset, count, flat_offset)]}; the
+// last three describe this rank's slice, in elements.
 RowGroup row_group(const py::dict& from) {
   RowGroup group;
   group.name = from["name"].cast<std::string>();

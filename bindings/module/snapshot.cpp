@@ -128,8 +128,8 @@ Memory read_hop_state(const Snapshot& self, int file, std::size_t number) {
   });
 }
 
-// h5py lets the GIL go in calls of HDF5 and keeps others out by a lock of its own. Whoever holds it
-// may hold it long: Ctrl-C ends the wait.
+// h5py releases the GIL in HDF5 calls and uses its own lock to exclude others. That lock may be
+// held for long: Ctrl-C ends the wait.
 class LockOfH5py {
  public:
   LockOfH5py() {

@@ -1,4 +1,4 @@
-// What a snapshot says about its run, as a dict and back.
+// Converts a snapshot's facts about its run to a dict and back.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-// What a part written in Python says in the ranks' status words: they must be equal on all ranks.
+// What a Python part puts into the ranks' status words; it must be equal on all ranks.
 #include <pybind11/pybind11.h>
 
 #include <memory>
@@ -15,7 +15,7 @@ namespace {
 
 namespace py = pybind11;
 
-// Python says it beforehand: the Reducer asks on a thread of its own, where Python may be waiting.
+// Python sets it in advance: the Reducer asks on its own thread, while Python may be waiting.
 class StepWord final : public StepParty {
  public:
   explicit StepWord(std::string owner) : owner_(std::move(owner)) {}

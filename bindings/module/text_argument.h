@@ -1,4 +1,4 @@
-// Text that comes from Python. UsageError says what came instead.
+// Text from Python. A UsageError says what was passed instead.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -20,12 +20,12 @@ using zero::ParameterUnit;
 using zero::UnitGather;
 using zero::UnitParameter;
 
-// Of a unit: its name, and name, dtype, element count and slice of each parameter.
+// A parameter: name, dtype, element count and slice; a unit: its name and parameters.
 using GivenParameter = std::tuple<std::string, std::string, std::int64_t, py::object>;
 using GivenUnit = std::pair<std::string, std::vector<GivenParameter>>;
 
-// Keeps slices and the Reducer alive for as long as gathers may touch them, and what owns the
-// arrays of a unit until its next gather.
+// Keeps slices and the Reducer alive while gathers may access them, and the owner of a unit's
+// arrays until its next gather.
 class UnitGatherHandle {
  public:
   UnitGatherHandle(ReducerHandle& reducer, const std::vector<GivenUnit>& given)
@@ -34,7 +34,7 @@ class UnitGatherHandle {
       std::shared_ptr<Reducer> reducer;
       std::vector<std::shared_ptr<const void>> slices;
       std::shared_ptr<std::vector<std::shared_ptr<const void>>> arrays;
-      std::unique_ptr<UnitGather> gather;  // the last: its end waits for what uses the rest
+      std::unique_ptr<UnitGather> gather;  // last: its destructor waits for what uses the rest
     };
     const OwnProcess process = process_;
     auto held = std::make_shared<Held>();
@@ -71,7 +71,7 @@ class UnitGatherHandle {
                }};
   }
 
-  // `pointers`: to the whole arrays of the unit, which `owner` keeps alive.
+  // `pointers`: the whole arrays of the unit, which `owner` keeps alive.
   void gather(int unit, const std::vector<std::uintptr_t>& pointers, py::object owner) {
     const std::vector<UnitParameter>& parts = parts_.at(static_cast<std::size_t>(unit));
     if (pointers.size() != parts.size()) {
@@ -81,7 +81,7 @@ class UnitGatherHandle {
     }
     std::vector<TensorView> arrays;
     for (std::size_t p = 0; p < parts.size(); ++p) {
-      // NOLINTNEXTLINE(performance-no-int-to-ptr): as torch gives it
+      // NOLINTNEXTLINE(performance-no-int-to-ptr): passed by torch as an int
       void* const data = reinterpret_cast<void*>(pointers[p]);
       arrays.push_back({data, parts[p].count, parts[p].dtype, device_});
     }

@@ -1,4 +1,4 @@
-// The demo's claims. Each runs what it needs and measures; what cannot be run throws.
+// The demo's claims. Each one runs what it needs and measures it; it throws if that cannot run.
 #pragma once
 
 #include <vector>
@@ -15,17 +15,17 @@ namespace examples {
 // 4 reduce-scatters and 1 all-reduce per bucket and step: the replica hop waits for the last
 // microbatch.
 [[nodiscard]] Claim collectives_claim(const TrainingResult& mesh);
-// All end with the same bits, and the runs did take the ways that they should.
+// All runs end with the same bits, although they use two transports and two bucket counts.
 [[nodiscard]] Claim same_bits_claim(const std::vector<TrainingResult>& runs);
 
-// The mesh's gradients, from snapshots in `mesh`, are those recomputed in float64.
+// The mesh's gradients, from snapshots in `mesh`, equal those recomputed in float64.
 [[nodiscard]] Claim gradient_claim(const DemoOptions& options, const MeshRun& mesh);
-// Those of the training in the wrong order are not, and hsdp_check says which.
+// Those of the training in the wrong order do not, and hsdp_check says which.
 [[nodiscard]] Claim wrong_order_claim(const DemoOptions& options, const MeshRun& wrong);
 [[nodiscard]] std::filesystem::path report_path(const DemoOptions& options,
                                                 const std::string& name);
 
-// A rank is killed in the middle of a training; the others say so at once.
+// A rank is killed in the middle of a training; the others report it promptly.
 [[nodiscard]] Claim kill_claim(const DemoOptions& options);
 
 }  // namespace examples

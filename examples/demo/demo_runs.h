@@ -1,4 +1,4 @@
-// The programs that the demo runs, and where it keeps what they write.
+// The programs that the demo runs, and where it stores their output.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct DemoOptions {
   std::filesystem::path data;
   std::filesystem::path out;
   std::size_t step_count = 150;
-  double kill_limit_s = 2;  // within which the others have to name a killed rank
+  double kill_limit_s = 2;  // time for the others to name a killed rank
 
   [[nodiscard]] std::string program(const std::string& name) const;
   [[nodiscard]] std::string tool(const std::string& name) const;

@@ -1,5 +1,5 @@
-// Trains the digit network on a 2x2 mesh, proves every claim about it and prints one screen.
-// Exit status: 0 when all claims hold, 1 when one does not, 2 when it could not be tried.
+// Trains the digit network on a 2x2 mesh, checks every claim about it and prints one screen.
+// Exit status: 0 if all claims hold, 1 if one does not, 2 if it could not be checked.
 //
 //   digits_demo --build build/release
 #include <unistd.h>
@@ -118,7 +118,7 @@ int run(int argc, char** argv) {
   const DigitData data = load_digits(options.data);
   std::filesystem::create_directories(options.out);
   for (const char* const snapshots : {"mesh", "wrong_order"}) {
-    std::filesystem::remove_all(options.out / snapshots);  // of an earlier run
+    std::filesystem::remove_all(options.out / snapshots);  // left by an earlier run
   }
   Screen screen(std::cout, isatty(STDOUT_FILENO) != 0);
   screen.title("hsdp: a network of 64-256-128-10 learns to read " +

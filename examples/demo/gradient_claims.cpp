@@ -18,7 +18,7 @@ struct CheckOutcome {
   double relative_l2 = 0;
 };
 
-// The snapshot of one step of `run` against its gradient in float64, at the weights of that step.
+// Compares the snapshot of one step of `run` with the gradient in float64, at that step's weights.
 CheckOutcome check_step(const DemoOptions& options, const MeshRun& run, std::size_t step,
                         const std::string& report) {
   const std::filesystem::path folder = options.out / run.name;

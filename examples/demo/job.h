@@ -1,7 +1,7 @@
-// A child process whose output, stdout and stderr together, is read line by line.
+// A child process whose output (stdout and stderr together) is read line by line.
 //
-// One thread. The child gets SIGTERM when this process dies or the Job ends before it has. No wait
-// is unbounded: past the limit everything throws std::runtime_error with the end of the output.
+// Not thread-safe. The child gets SIGTERM if this process dies or the Job is destroyed first. Every
+// wait is bounded: past the limit, every call throws std::runtime_error with the end of the output.
 #pragma once
 
 #include <sys/types.h>
@@ -32,7 +32,7 @@ class Job {
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  // Without its line feed; nothing when the output has ended.
+  // Without its line feed; nothing once the output has ended.
   [[nodiscard]] std::optional<std::string> next_line();
   // Reads the rest and waits for the end.
   JobOutcome wait();
@@ -50,7 +50,7 @@ class Job {
   std::size_t line_begin_ = 0;
 };
 
-// Runs it to its end. Any status but `expected_status` throws, with the end of the output.
+// Runs the command to its end; throws, with the end of the output, on any other status.
 JobOutcome run_job(const JobCommand& command, int expected_status = 0);
 
 }  // namespace examples

@@ -15,7 +15,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kVictim = 2;
 
-// What follows `mark` in the line; nothing when it is not there.
+// What follows `mark` in the line; nothing if it is missing.
 std::optional<std::string> text_after(const std::string& line, const std::string& mark) {
   const std::size_t position = line.find(mark);
   if (position == std::string::npos) {
@@ -24,14 +24,13 @@ std::optional<std::string> text_after(const std::string& line, const std::string
   return line.substr(position + mark.size());
 }
 
-// How the training took the loss of a rank.
+// How the training reacted to the loss of a rank.
 struct Aftermath {
-  std::map<int, std::string> messages;  // of the ranks that raised and named the victim
+  std::map<int, std::string> messages;  // from ranks that raised and named the victim
   double last_message_s = 0;            // after the kill
   int status = 0;
 };
 
-// Kills the victim once the training is under way.
 Clock::time_point kill_in_mid_training(Job& job) {
   pid_t victim = 0;
   while (const std::optional<std::string> line = job.next_line()) {

@@ -18,7 +18,7 @@ constexpr const char* kFaint = "#66727f";
 constexpr const char* kGrid = "#e6eaef";
 constexpr const char* kGapColour = "#7a5fb0";
 
-// A part of the picture with axes of its own: steps from 1, values on a logarithmic scale.
+// A part of the picture with its own axes: steps from 1, values on a logarithmic scale.
 struct Panel {
   double left = 76;
   double right = kWidth - 36;

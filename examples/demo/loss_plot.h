@@ -1,4 +1,4 @@
-// Loss curves as a picture: an SVG file without scripts or fonts of its own.
+// Loss curves as a picture: an SVG file without scripts or embedded fonts.
 #pragma once
 
 #include <filesystem>
@@ -14,8 +14,8 @@ struct LossCurve {
   std::vector<double> losses;
 };
 
-// All curves over steps, on a logarithmic axis, the first at the bottom; below, the distance of the
-// second curve from the first. Throws std::runtime_error when the file cannot be written.
+// All curves over steps on a logarithmic axis, the first at the bottom; below, the distance of the
+// second curve from the first. Throws std::runtime_error if the file cannot be written.
 void write_loss_plot(const std::filesystem::path& path, const std::string& title,
                      const std::vector<LossCurve>& curves);
 

@@ -1,4 +1,4 @@
-// Numbers as the screen and the plot print them.
+// Numbers as printed on the screen and the plot.
 #pragma once
 
 #include <ios>
@@ -7,7 +7,7 @@
 
 namespace examples {
 
-// So many digits after the point.
+// With `digits` digits after the point.
 [[nodiscard]] inline std::string fixed_text(double value, int digits) {
   std::ostringstream text;
   text.precision(digits);
@@ -15,7 +15,7 @@ namespace examples {
   return text.str();
 }
 
-// So many digits in all, without trailing zeros.
+// With `digits` significant digits, without trailing zeros.
 [[nodiscard]] inline std::string short_text(double value, int digits = 6) {
   std::ostringstream text;
   text.precision(digits);

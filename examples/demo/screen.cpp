@@ -14,7 +14,7 @@ constexpr int kClaimWidth = 35;
 
 constexpr std::size_t kDetailWidth = 90;
 
-// Cut at spaces into lines that fit.
+// Breaks text at spaces into lines that fit.
 std::vector<std::string> wrapped(const std::string& text) {
   std::vector<std::string> lines;
   std::istringstream words(text);

@@ -1,6 +1,6 @@
 // The demo's screen: one line per claim, with a number and a verdict.
 //
-// Colours and the note of what is being done are for terminals only.
+// Colours and notes about the current activity appear only on terminals.
 #pragma once
 
 #include <ostream>

@@ -8,7 +8,7 @@
 namespace examples {
 namespace {
 
-constexpr double kGapLimit = 0.01;       // of losses, which start at 2.3
+constexpr double kGapLimit = 0.01;       // of losses that start at 2.3
 constexpr double kAccuracyLimit = 0.01;  // 3 of 359 images
 constexpr std::int64_t kMicrobatchCount = 4;
 

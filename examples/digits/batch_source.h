@@ -1,5 +1,5 @@
-// Cuts the batch of a step into microbatches for ranks. However many ranks there are, the images of
-// one step are the same.
+// Cuts a step's batch into microbatches for ranks. The images of a step do not depend on the number
+// of ranks.
 #pragma once
 
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace examples {
 
 class BatchSource {
  public:
-  // UsageError when the batch does not divide by microbatches and ranks.
+  // Throws UsageError if microbatches and ranks do not divide the batch evenly.
   BatchSource(DigitSet images, const TrainingOptions& options, int rank_count);
 
   // Steps and microbatches count from 0.

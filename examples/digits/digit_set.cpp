@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kWhite = 16;
 
-// The next number of a line, which it shortens.
+// Takes the next number off the front of `line`.
 int take_number(std::string_view& line, int largest) {
   int number = -1;
   const char* const end = line.data() + line.size();

@@ -1,6 +1,6 @@
 // The optical digits set: grey images of 8x8 pixels and the digit that each one shows.
 // E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
-// Repository, CC BY 4.0. examples/fetch_digits.sh gets it.
+// Repository, CC BY 4.0. examples/fetch_digits.sh downloads it.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace examples {
 constexpr std::size_t kPixelCount = 64;
 constexpr std::size_t kClassCount = 10;
 
-// Some images in a row: a whole set or one batch of it.
+// A sequence of images: a whole set or one batch of it.
 struct DigitSet {
   std::vector<float> pixels;  // kPixelCount per image, 0 to 1
   std::vector<int> labels;
@@ -26,18 +26,18 @@ struct DigitSet {
   [[nodiscard]] DigitSet pick(std::span<const std::size_t> indices) const;
 };
 
-// Every fifth image is kept for testing.
+// Every fifth image is for testing.
 struct DigitData {
   DigitSet train;
   DigitSet test;
 };
 
-// Lines of 64 pixels from 0 to 16 and a label, separated by commas. Throws std::runtime_error that
-// names the file and the line.
+// Lines of 64 pixels from 0 to 16 and a label, separated by commas. Throws std::runtime_error,
+// naming the file and the line.
 [[nodiscard]] DigitData load_digits(const std::filesystem::path& csv_path);
 
-// Which images make up which batch: one epoch after another, each in an order of its own that
-// depends on the seed only. So every process of every run can tell the batch of any step.
+// Which images form which batch: epoch after epoch, each in an order that depends only on the seed.
+// So every process of every run knows the batch of any step.
 class BatchOrder {
  public:
   BatchOrder(std::size_t image_count, std::uint64_t seed) : count_(image_count), seed_(seed) {}

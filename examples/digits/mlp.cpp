@@ -8,14 +8,14 @@
 namespace examples {
 namespace {
 
-// y += a x. The compiler turns it into vector instructions: the elements are independent.
+// y += a x. The compiler vectorizes it, since the elements are independent.
 void add_scaled(float a, const float* x, float* y, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     y[i] += a * x[i];
   }
 }
 
-// Eight sums side by side, since one long chain of additions could not be vectorized.
+// Eight sums side by side, since one long chain of additions cannot be vectorized.
 float dot(const float* x, const float* y, std::size_t count) {
   constexpr std::size_t kLanes = 8;
   std::array<float, kLanes> sums{};
@@ -74,7 +74,7 @@ void Mlp::forward(const DigitSet& batch) {
   }
 }
 
-// Softmax and cross-entropy of the logits; leaves the slope of the mean loss by the logits.
+// Softmax and cross-entropy of the logits; stores the gradient of the mean loss by the logits.
 double Mlp::loss_and_slope(const DigitSet& batch) {
   const auto count = static_cast<float>(batch.size());
   double loss = 0;
@@ -136,7 +136,7 @@ void Mlp::bias_gradient(const Layer& layer) {
   }
 }
 
-// Where ReLU cut an input off, its slope is zero.
+// Where ReLU cut off an input, its gradient is zero.
 void Mlp::slope_of_inputs(const Layer& layer, const std::vector<float>& inputs) {
   const std::vector<float>& weight = parameters_[layer.weight].values;
   std::vector<float> result(inputs.size());

@@ -1,7 +1,7 @@
-// A multilayer perceptron with ReLU and cross-entropy, written by hand: what every rank trains.
+// A hand-written multilayer perceptron with ReLU and cross-entropy, which every rank trains.
 //
-// backward() reports each gradient as soon as it exists, from the output layer back, so that its
-// reduction runs while the layers before it are still being computed.
+// backward() reports each gradient as soon as it exists, from the output layer back, so that it is
+// reduced while earlier layers are still being computed.
 #pragma once
 
 #include <cstddef>
@@ -17,13 +17,13 @@ class Mlp {
  public:
   using GradientReady = std::function<void(std::size_t parameter)>;
 
-  // Weight and bias of each layer in turn, as initial_parameters() makes them.
+  // Weight and bias of each layer in turn, as returned by initial_parameters().
   explicit Mlp(std::vector<Parameter> parameters);
 
-  // Gradients of the batch's mean loss, which it returns. gradient(p) stays as it is from ready(p)
-  // until the next call.
+  // Computes the gradients of the batch's mean loss and returns the loss. gradient(p) does not
+  // change from ready(p) until the next call.
   double backward(const DigitSet& batch, const GradientReady& ready);
-  // The share of images whose likeliest class is their label.
+  // The fraction of images whose most likely class is their label.
   [[nodiscard]] double accuracy(const DigitSet& set);
 
   [[nodiscard]] std::vector<Parameter>& parameters() { return parameters_; }
@@ -48,7 +48,7 @@ class Mlp {
   std::vector<std::vector<float>> gradients_;
   std::vector<Layer> layers_;
   std::vector<std::vector<float>> activations_;  // [layer]: its inputs, image by image; then logits
-  std::vector<float> slope_;                     // of the loss, by the outputs of the current layer
+  std::vector<float> slope_;                     // of the loss, by the current layer's outputs
 };
 
 }  // namespace examples

@@ -1,4 +1,4 @@
-// The weights of the digit network, by name: what both trainings start from.
+// The weights of the digit network, by name: both trainings start from them.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +20,8 @@ struct Parameter {
 // on. Uniform weights, zero biases; the same for the same seed.
 [[nodiscard]] std::vector<Parameter> initial_parameters(std::uint64_t seed);
 
-// All values one after another, as raw floats of this machine. Throw std::runtime_error; reading
-// wants a file of exactly the size of `parameters`.
+// All values one after another, as raw floats of this machine. Throw std::runtime_error; a file to
+// read must have exactly the size of `parameters`.
 void write_values(const std::filesystem::path& path, const std::vector<Parameter>& parameters);
 void read_values(const std::filesystem::path& path, std::vector<Parameter>& parameters);
 

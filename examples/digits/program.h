@@ -3,7 +3,7 @@
 
 namespace examples {
 
-// What `run` returns; an exception that leaves it is printed, and 1 is returned.
+// Returns what `run` returns. Prints an exception and returns 1.
 [[nodiscard]] int run_program(int (*run)(int argc, char** argv), int argc, char** argv);
 
 }  // namespace examples

@@ -1,4 +1,4 @@
-// A small generator (splitmix64) whose numbers are the same with every compiler and library.
+// A small generator (splitmix64) with the same numbers for every compiler and library.
 #pragma once
 
 #include <cstdint>

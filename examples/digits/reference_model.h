@@ -1,5 +1,5 @@
-// The same network once more, in float64 and with nothing shared but the weights and the images:
-// one image at a time, one loop per formula. Slow, and there to be compared with.
+// The same network in float64, sharing only weights and images: one image at a time, one loop per
+// formula. It is slow and serves as a reference.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// SGD with momentum in which each rank updates its own slice of every parameter only: its momentum
-// takes 1/S of the memory that it would take otherwise.
+// SGD with momentum in which each rank updates only its own slice of every parameter: its momentum
+// takes 1/S of the memory.
 #pragma once
 
 #include <span>
@@ -13,7 +13,7 @@ class ShardedMomentum {
       : learning_rate_(static_cast<float>(learning_rate)),
         momentum_(static_cast<float>(momentum)) {}
 
-  // values -= learning rate * velocity, for slice number `slice`, which keeps its length.
+  // values -= learning rate * velocity, for slice number `slice`, whose length never changes.
   void update(std::size_t slice, std::span<const float> gradient, std::span<float> values) {
     if (velocities_.size() <= slice) {
       velocities_.resize(slice + 1);

@@ -1,4 +1,4 @@
-// The same training in one process, in float64, without hsdp: what the mesh is compared with.
+// The same training in one process, in float64, without hsdp: the reference for the mesh.
 //
 //   train_alone --data digits.csv                                     the whole training
 //   train_alone --data digits.csv --gradient-of-step 20 --weights W --output A.h5

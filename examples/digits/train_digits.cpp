@@ -2,7 +2,7 @@
 //
 //   hsdp_run -n 4 train_digits --data digits.csv
 //
-// Four microbatches a step, gradients in bf16 on the wire, momentum on this rank's slices only.
+// Four microbatches per step, gradients in bf16 on the wire, momentum only for this rank's slices.
 #include <unistd.h>
 
 #include <chrono>
@@ -56,12 +56,12 @@ MeshTraining::MeshTraining(const hsdp::Mesh& mesh, const MeshTrainingOptions& op
       model_(initial_parameters(options_.seed)),
       optimizer_(options_.learning_rate, options_.momentum),
       reducer_(mesh, {.reduce_dtype = hsdp::Dtype::kBf16, .bucket_bytes = options.bucket_bytes}) {
-  // Registered in the order in which gradients appear: the first bucket is complete first.
+  // Register in the order in which gradients appear: the first bucket is complete first.
   const std::vector<Parameter>& parameters = model_.parameters();
   for (std::size_t p = parameters.size(); p-- > 0;) {
     reducer_.register_parameter({.name = parameters[p].name, .shape = parameters[p].shape});
   }
-  // The mean over microbatches too, not over ranks only.
+  // The mean over microbatches and ranks, not only over ranks.
   reducer_.set_gradient_divide_factor(static_cast<double>(options_.microbatch_count) *
                                       mesh_.size());
 }
@@ -110,7 +110,7 @@ void MeshTraining::update_weights() {
                       {.data = parameter.values.data(),
                        .count = static_cast<std::int64_t>(parameter.values.size())}});
   }
-  reducer_.gather_parameters(arrays);  // the slices that other ranks updated
+  reducer_.gather_parameters(arrays);  // gets the slices that other ranks updated
 }
 
 TrainingResult MeshTraining::run() {

@@ -1,6 +1,6 @@
-// The digit training with its collectives called by hand, and the mistake that is easily made:
-// microbatches are added to what has been all-reduced, and all-reduced again. Every all-reduce
-// counts the earlier microbatches twice. The loss falls all the same; hsdp_check finds it.
+// The digit training with hand-written collectives and an easy mistake: microbatches are added to
+// what has been all-reduced, and all-reduced again. Every all-reduce counts the earlier
+// microbatches twice. The loss still falls; hsdp_check finds the mistake.
 //
 //   hsdp_run -n 4 train_wrong_order --data digits.csv
 #include <algorithm>
@@ -42,8 +42,8 @@ class WrongOrderTraining {
   ShardedMomentum optimizer_;
   std::vector<float> flat_;   // all gradients, or all weights, one after another
   hsdp::RowCut cut_;          // of flat_ over the shard group
-  std::vector<float> part_;   // this rank's row: one microbatch
-  std::vector<float> carry_;  // and all of them
+  std::vector<float> part_;   // this rank's row of one microbatch
+  std::vector<float> carry_;  // this rank's row of all of them
   std::vector<double> losses_;
 };
 
@@ -78,7 +78,7 @@ void WrongOrderTraining::run_microbatch(std::size_t step, std::size_t microbatch
   for (std::size_t i = 0; i < carry_.size(); ++i) {
     carry_[i] += part_[i];
   }
-  mesh_.replicate_group().all_reduce(view_of(carry_));  // the mistake: only once, after the last
+  mesh_.replicate_group().all_reduce(view_of(carry_));  // the mistake: do it after the last one
   losses_[step] += loss / static_cast<double>(options_.microbatch_count) / mesh_.size();
 }
 
@@ -102,7 +102,7 @@ void WrongOrderTraining::step(std::size_t step) {
   update_weights();
 }
 
-// What this rank's row holds of each parameter.
+// The parts of the parameters in this rank's row.
 void WrongOrderTraining::write_snapshot(std::size_t step) {
   const std::int64_t row_begin = cut_.begin(mesh_.shard_rank());
   const std::int64_t row_end = cut_.begin(mesh_.shard_rank() + 1);

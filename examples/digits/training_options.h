@@ -1,4 +1,4 @@
-// What all trainings of the digit network are told on their command lines.
+// The command-line options that all trainings of the digit network share.
 #pragma once
 
 #include <boost/program_options.hpp>
@@ -12,7 +12,7 @@ namespace examples {
 struct TrainingOptions {
   std::filesystem::path data;
   std::size_t step_count = 150;
-  std::size_t batch_size = 256;  // of all ranks and microbatches together
+  std::size_t batch_size = 256;  // over all ranks and microbatches
   std::size_t microbatch_count = 4;
   double learning_rate = 0.15;
   double momentum = 0.9;
@@ -23,14 +23,14 @@ struct TrainingOptions {
   std::vector<std::size_t> snapshot_steps;
 
   [[nodiscard]] bool wants_snapshot(std::size_t step) const;
-  // In snapshot_folder: the gradients of a step, and the weights that it started from.
+  // In snapshot_folder: the gradients of a step, and the weights it started from.
   [[nodiscard]] std::filesystem::path snapshot_path(std::size_t step) const;
   [[nodiscard]] std::filesystem::path weights_path(std::size_t step) const;
 };
 
 [[nodiscard]] boost::program_options::options_description describe(TrainingOptions& options);
 
-// False when --help was asked for, and printed. Throws what Boost.Program_options throws.
+// Returns false if --help was given and printed. Throws the exceptions of Boost.Program_options.
 [[nodiscard]] bool parse(int argc, char** argv,
                          const boost::program_options::options_description& description);
 

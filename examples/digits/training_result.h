@@ -1,4 +1,4 @@
-// What a training leaves behind, as a JSON file that the demo reads.
+// The result of a training, as a JSON file that the demo reads.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct TrainingResult {
   double seconds = 0;
 
   int bucket_count = 0;
-  std::int64_t reduce_scatter_count = 0;  // of the whole training, as is
+  std::int64_t reduce_scatter_count = 0;  // over the whole training, like the next
   std::int64_t all_reduce_count = 0;
   std::string transport;
 };
@@ -27,10 +27,10 @@ struct TrainingResult {
 [[nodiscard]] std::string hash_of_bits(const std::vector<Parameter>& parameters,
                                        std::span<const double> losses);
 
-// Prints how the training went, and writes the file as below.
+// Prints a summary of the training, and writes the file as below.
 void report(const std::filesystem::path& path, const TrainingResult& result);
 
-// Throw std::runtime_error that names the file. An empty path writes nothing.
+// Throw std::runtime_error, naming the file. An empty path writes nothing.
 void write_result(const std::filesystem::path& path, const TrainingResult& result);
 [[nodiscard]] TrainingResult read_result(const std::filesystem::path& path);
 

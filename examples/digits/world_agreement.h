@@ -1,4 +1,4 @@
-// What the ranks of a training tell each other at its end.
+// What a training's ranks exchange at its end.
 #pragma once
 
 #include <string>
@@ -8,11 +8,11 @@
 
 namespace examples {
 
-// Element by element, in float64. Collective.
+// Sums element by element, in float64. Collective.
 [[nodiscard]] std::vector<double> sum_over_world(hsdp::Communicator& world,
                                                  std::vector<double> shares);
 
-// Throws std::runtime_error on every rank when the ranks' texts differ. Collective.
+// Throws std::runtime_error on every rank if the ranks' texts differ. Collective.
 void expect_same(hsdp::Communicator& world, const std::string& hash);
 
 }  // namespace examples

@@ -1,4 +1,4 @@
-// A failure of one member that every member of a group throws in the same call: the group stays
+// A failure of one member that all members of a group throw in the same call. The group stays
 // usable.
 #pragma once
 
@@ -27,8 +27,8 @@ class AgreedError : public Error {
   int rank_;
 };
 
-// Throws where a member of a group could not do its part: this rank's own reason, else that of the
-// first. `reasons` are in the order of `members`, world ranks; an empty one is a part done.
+// Throws if a member of a group could not do its part: with this rank's own reason, or else the
+// first one. `reasons` are in the order of `members`, world ranks; empty means success.
 inline void throw_agreed(std::span<const std::string> reasons, std::span<const int> members,
                          const Control& control) {
   int failed = -1;

@@ -87,7 +87,7 @@ void Agreement::merge(const Agreement& other) {
                                static_cast<unsigned char>(other.any[i]));
   }
   sum.resize(std::max(sum.size(), other.sum.size()));
-  for (std::size_t i = 0; i < other.sum.size(); ++i) {  // unsigned: it may wrap
+  for (std::size_t i = 0; i < other.sum.size(); ++i) {  // unsigned: may wrap
     sum[i] = static_cast<std::int64_t>(static_cast<std::uint64_t>(sum[i]) +
                                        static_cast<std::uint64_t>(other.sum[i]));
   }
@@ -164,7 +164,7 @@ Agreement Agreement::decode(WireReader& in) {
       said.text = in.short_text();
       said.count = static_cast<int>(in.signed_number());
       said.ranks = in.runs();
-      if (said.ranks.empty()) in.fail();  // and so there are no more texts than ranks
+      if (said.ranks.empty()) in.fail();  // so there are no more texts than ranks
     }
   }
   agreement.any = in.short_text();

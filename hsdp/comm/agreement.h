@@ -1,7 +1,7 @@
-// What the ranks of a group say to each other in one exchange, and what comes of it.
+// What the ranks of a group say in one exchange, and the result.
 //
-// Whoever passes it on merges it as it comes, so where all agree it is as long as one rank's words.
-// Without I/O.
+// Each relay merges what it passes on, so if all ranks agree, the result is as long as one rank's
+// message. No I/O.
 #pragma once
 
 #include <cstdint>
@@ -17,34 +17,34 @@ class WireWriter;
 
 // What one rank says.
 struct Saying {
-  // Texts that ought to be the same on all ranks, by place. A rank may say nothing in a place.
+  // Texts that should be the same on all ranks, by place. A rank may leave a place empty.
   std::vector<std::optional<std::string>> equal{};
   std::string any{};                 // bits, joined by OR
-  std::vector<std::int64_t> sum{};   // added up by place
-  std::vector<std::int64_t> most{};  // of each place the largest
-  std::string note{};                // of those that are not empty, the lowest rank's reaches all
-  // Every text reaches all, with everybody who said it; otherwise the few that most have said, with
-  // the first who did.
+  std::vector<std::int64_t> sum{};   // added up, by place
+  std::vector<std::int64_t> most{};  // the largest, by place
+  std::string note{};                // the lowest rank's non-empty note reaches all
+  // Every text reaches all, with every rank that said it. Otherwise only the few most common texts
+  // do, with the first ranks that said them.
   bool keeps_all = false;
 
   void encode(WireWriter& out) const;
   [[nodiscard]] static Saying decode(WireReader& in);
 };
 
-// A message for everybody, whatever the others say.
+// A message for every rank, whatever the others say.
 [[nodiscard]] Saying message_to_all(std::string message);
 
 struct Agreement {
-  static constexpr std::size_t kMostTexts = 4;  // to a place, unless all are kept
-  static constexpr std::size_t kMostRanks = 8;  // to a text, likewise
+  static constexpr std::size_t kMostTexts = 4;  // per place, unless all are kept
+  static constexpr std::size_t kMostRanks = 8;  // per text, likewise
 
   struct Said {
     std::string text;
     int count = 0;           // how many ranks said it
-    std::vector<int> ranks;  // who, ascending world ranks: the first of them, or all
+    std::vector<int> ranks;  // ascending world ranks that said it: the first ones, or all
   };
   struct Place {
-    std::vector<Said> said;  // each text once, in the order of their first ranks
+    std::vector<Said> said;  // each text once, ordered by first rank
   };
 
   std::vector<Place> places;
@@ -52,17 +52,17 @@ struct Agreement {
   std::vector<std::int64_t> sum;
   std::vector<std::int64_t> most;
   std::string note;
-  int note_rank = -1;  // a world rank; -1: nobody had one
+  int note_rank = -1;  // a world rank; -1: there is no note
   bool keeps_all = false;
 
-  // Ranks may come in any order, each once.
+  // Ranks may be added in any order, each once.
   void add(int rank, const Saying& saying);
   void merge(const Agreement& other);
-  // Leaves out what does not reach all, and puts the rest in order: once all are added, or before
-  // it goes on as a part.
+  // Drops what does not reach all, and sorts the rest. Call it once all are added, or before
+  // passing on a part.
   void close();
 
-  // Where all is kept: what these ranks said in that place, in their order.
+  // With keeps_all: what these ranks said in that place, in their order.
   [[nodiscard]] std::vector<std::string> messages(std::span<const int> ranks,
                                                   std::size_t place = 0) const;
 

@@ -10,18 +10,18 @@
 namespace hsdp::comm {
 namespace {
 
-// Sizes in bytes, and sums of two, stay within int64.
+// Keeps sizes in bytes, and sums of two, within int64.
 std::int64_t largest_count(Dtype dtype) {
   return std::numeric_limits<std::int64_t>::max() / 2 /
          static_cast<std::int64_t>(size_bytes(dtype));
 }
 
-// One operation's checks: every message names it, the rank and the size.
+// Checks for one operation: every message names it, the rank and the size.
 class Checker {
  public:
   Checker(std::string_view operation, GroupShape group) : operation_(operation), group_(group) {}
 
-  // The texts are made when they are needed: these checks run with every collective.
+  // Builds the texts only on failure: these checks run with every collective.
   [[noreturn]] void fail(std::string_view what, const std::string& expected,
                          const std::string& got) const {
     throw UsageError(std::string(operation_) + ": " + std::string(what) + ": expected " + expected +
@@ -43,7 +43,7 @@ class Checker {
     if (got != expected) fail(what, std::to_string(expected) + " elements", std::to_string(got));
   }
 
-  // One row of `length` from each rank. A product of the two may overflow.
+  // Expects one row of `length` from each rank. The product of the two may overflow.
   void rows(std::int64_t got, std::int64_t length, std::string_view what) const {
     if (got % group_.size != 0 || got / group_.size != length)
       fail(what,

@@ -1,4 +1,4 @@
-// What the arguments of a collective must satisfy on every engine: UsageError says what does not.
+// Checks the arguments of collectives, for every engine; throws UsageError.
 #pragma once
 
 #include "hsdp/comm/communicator.h"
@@ -10,7 +10,7 @@ struct GroupShape {
   int size = 1;
 };
 
-void check(const ReduceScatter& args, GroupShape group);  // with the cut filled in
+void check(const ReduceScatter& args, GroupShape group);  // fills in the cut
 void check(const AllReduce& args, GroupShape group);
 void check_all_gather(ConstTensorView in, TensorView out, const RowCut& cut, GroupShape group);
 void check_all_to_all(ConstTensorView in, TensorView out, const std::optional<RowCut>& cut,

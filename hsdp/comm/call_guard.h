@@ -1,5 +1,5 @@
-// What every engine keeps around its collectives: they are made by the process that made the
-// engine, by one thread at a time, and one that breaks off ends the world.
+// Guards every engine's collectives: only the process that made the engine may call them, one
+// thread at a time, and a collective that fails half way ends the world.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ class CallGuard {
     std::atomic<bool>& busy_;
   };
 
-  // UsageError in a forked child, and while another thread is inside.
+  // Throws UsageError in a forked child, and while another thread is inside.
   [[nodiscard]] Entry enter();
   [[nodiscard]] bool in_forked_child() const { return made_at_ != fork_generation(); }
 
@@ -35,8 +35,8 @@ class CallGuard {
   std::atomic<bool> busy_{false};
 };
 
-// A call broke off with `error` while the peers are in the middle of it: they must not wait for
-// this rank. Without effect when the world's end is what was thrown.
+// A call failed with `error` while peers are in the middle of it: ends the world, so that they do
+// not wait for this rank. No effect if the error is the world's end.
 void end_world(Control& control, std::string_view engine, const std::exception& error);
 
 }  // namespace hsdp::comm

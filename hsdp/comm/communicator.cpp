@@ -26,7 +26,7 @@ Communicator::Engine& require(const std::shared_ptr<Communicator::Engine>& engin
   return *engine;
 }
 
-// How Control wants the members of a group.
+// Control takes members in ascending order.
 std::vector<int> ascending(std::vector<int> members) {
   std::ranges::sort(members);
   return members;
@@ -40,14 +40,14 @@ void check_reduction(Reduction reduction, const Communicator::Engine& engine) {
                     .remedy = "use exact"});
 }
 
-// What travels.
+// The dtype on the wire.
 Dtype sent_dtype(Reduction reduction, Dtype wire) {
   return reduction == Reduction::kNative && sums_in_f32(wire) ? Dtype::kF32 : wire;
 }
 
 comm::GroupShape shape(const Communicator& group) { return {group.rank(), group.size()}; }
 
-// A group of one sends nothing and rounds nothing: the kernel alone.
+// A group of one sends and rounds nothing: it only runs the kernel.
 void sum_alone(const ReduceScatter& args) {
   const void* const row = args.in.data;
   void* const out = args.out.data;

@@ -58,11 +58,11 @@ TransportChoice choose_transport(const WorldOptions& options) {
   return options.transport;
 }
 
-// The world that this process met last, held by its users only.
+// The last world that this process connected. Only its users keep it alive.
 struct OpenWorld {
   std::mutex mutex;
   std::weak_ptr<comm::Control> control;
-  int share_count = 0;  // how often ranks have asked each other whether to share `control`
+  int share_count = 0;  // how often ranks have asked whether to share `control`
   std::uint32_t generation = 0;
   std::weak_ptr<Communicator::Engine> engine;
   EngineKind kind = EngineKind::kHost;
@@ -87,14 +87,14 @@ void require_same_place(const comm::Control& control, const comm::LaunchEnvironm
                     .remedy = "close its meshes first"});
 }
 
-// What of the open world all ranks go on with.
+// The parts of the open world that all ranks continue to use.
 struct Shared {
   std::shared_ptr<comm::Control> control;
   std::shared_ptr<Communicator::Engine> engine;
 };
 
-// A rank sees only its own users, and they let go at another time on every rank: what is shared is
-// what all ranks still have [Note: sharing a world].
+// A rank knows only its own users, and these release the world at different times on each rank. The
+// ranks share what all of them still have [Note: sharing a world].
 Shared agree_to_share(OpenWorld& open, std::shared_ptr<comm::Control> control,
                       std::shared_ptr<Communicator::Engine> engine) {
   const std::string key = "connect_world " + std::to_string(open.share_count++);
@@ -102,7 +102,7 @@ Shared agree_to_share(OpenWorld& open, std::shared_ptr<comm::Control> control,
   std::optional<std::vector<std::string>> all;
   try {
     all = control->exchange_while_open(key, mine, {.operation = "connect"});
-  } catch (const RankError&) {  // the open world has failed: some ranks may have known before
+  } catch (const RankError&) {  // the open world has failed; some ranks may have known before
     if (!control->failed()) throw;
   }
   if (!all) return {};

@@ -1,9 +1,9 @@
 // The control connection of one rank: small messages between ranks, and the one place where a
-// failure becomes known [Note: one control connection]. Data never travels here.
+// failure becomes known [Note: one control connection]. It carries no data.
 //
-// One per rank and world. Thread-safe. Every wait ends [Note: bounded waits]: with the answer,
-// though the world may have ended since it came, or with the error that ended the world.
-// Rank 0 relays: over sockets (ProcessControl), or over memory, where ranks are threads.
+// One per rank and world. Thread-safe. Every wait ends [Note: bounded waits]: with the answer, even
+// if the world has ended since it came, or with the error that ended the world. Rank 0 relays: over
+// sockets (ProcessControl), or in memory if ranks are threads.
 #pragma once
 
 #include <atomic>
@@ -25,20 +25,20 @@ namespace hsdp::comm {
 
 enum class FailureKind : std::uint8_t { kPeerLost, kTimeout, kMismatch, kAborted };
 
-// Why a world ended. The first one wins on every rank.
+// Why a world ended. The first failure wins on every rank.
 struct Failure {
   FailureKind kind = FailureKind::kPeerLost;
   std::string message;
   std::vector<int> ranks;  // world ranks at fault
 };
 
-// Throws the exception that belongs to the failure.
+// Throws the exception for `failure`.
 [[noreturn]] void throw_failure(const Failure& failure);
 
 // For tell(): throws UsageError unless `peer` is another rank of the world.
 void require_other_rank(int peer, int rank, int size);
 
-// What a rank is doing, for the judgement who is at fault and for messages.
+// What a rank is doing, for messages and for deciding which rank is at fault.
 struct WaitState {
   std::string_view operation;  // "reduce_scatter", "all_reduce", "status", ...
   int bucket = -1;
@@ -52,25 +52,24 @@ class Control {
   [[nodiscard]] virtual int rank() const = 0;  // in the world
   [[nodiscard]] virtual int size() const = 0;
   [[nodiscard]] virtual std::chrono::milliseconds timeout() const = 0;
-  // True when file descriptors can be passed to that rank (same host, same job directory).
+  // Whether file descriptors can be passed to that rank (same host, same job directory).
   [[nodiscard]] virtual bool shares_memory_with(int peer) const = 0;
-  // True when all ranks are threads of this process: memory needs no segment at all.
+  // Whether all ranks are threads of this process: memory then needs no segment.
   [[nodiscard]] virtual bool in_process() const = 0;
   // The address by which peers on other hosts reach this rank (numeric IP), for data listeners.
   [[nodiscard]] virtual std::string address() const = 0;
   // Proves both ends of a fresh TCP data connection; empty when no secret is needed (one host).
   [[nodiscard]] virtual const std::string& secret() const = 0;
 
-  // What every member says, merged for all of them. `post` never blocks; `collect` waits until all
-  // have posted. `members` are ascending world ranks and hold this rank; `key` names the exchange
-  // and is used once per member list (group id + sequence number). The `waiting` text appears in
-  // errors.
+  // What every member says, merged. `post` never blocks; `collect` waits until all have posted.
+  // `members` are ascending world ranks that include this rank. `key` names the exchange and is
+  // used once per member list (group id + sequence number). Errors contain `waiting`.
   virtual void post(std::string_view key, std::span<const int> members, const Saying& mine) = 0;
   [[nodiscard]] virtual Agreement collect(std::string_view key, std::span<const int> members,
                                           WaitState waiting) = 0;
-  // As collect(), but it gives up after `time`, less than the timeout, and may be called again: for
-  // words that may be late though no rank is at fault. A member that has closed its world, or is
-  // lost, ends it as any wait.
+  // Like collect(), but gives up after `time`, which is less than the timeout, and may be called
+  // again: for words that may be late without any rank at fault. A member that is lost, or has
+  // closed its world, ends it like any wait.
   [[nodiscard]] virtual std::optional<Agreement> collect_within(std::string_view key,
                                                                 std::span<const int> members,
                                                                 WaitState waiting,
@@ -83,31 +82,31 @@ class Control {
     return collect(key, members, waiting).messages(members);
   }
 
-  // As exchange among all ranks of the world; nothing when one of them has closed it, which is so
-  // on every rank that asks with this key. Where no rank can close it alone: as exchange.
+  // Like exchange() among all ranks of the world. Returns nothing if one of them has closed it, on
+  // every rank that uses this key. If no rank can close it alone, it is exchange().
   [[nodiscard]] virtual std::optional<std::vector<std::string>> exchange_while_open(
       std::string_view key, std::string_view message, WaitState waiting);
 
-  // One message to one rank (not this one), which never answers. tell() never blocks. Messages of a
-  // rank on one topic arrive in order; those that nobody listens to there are dropped.
+  // Sends one message to one other rank, which never answers. Never blocks. Messages of a rank on
+  // one topic arrive in order; without a listener there they are dropped.
   virtual void tell(int peer, std::string_view topic, std::string_view message) = 0;
-  // Calls `hear` for every message on that topic from now on, one at a time, on other threads. Keep
-  // it short. It ends with the handle that is returned; dropping that waits for a call under way.
+  // From now on calls `hear` for every message on that topic, one at a time, on other threads. Keep
+  // it short. Dropping the returned handle ends it, and waits for a running call.
   using Hear = std::function<void(int from, std::string_view message)>;
   [[nodiscard]] virtual std::shared_ptr<void> listen(std::string_view topic, Hear hear) = 0;
 
-  // As exchange, for one file descriptor per member; all members share memory with each other.
-  // Own place in the result is empty. `fd` stays the caller's.
+  // Like exchange(), for one file descriptor per member; all members share memory with each other.
+  // This rank's own place in the result is empty. The caller keeps `fd`.
   [[nodiscard]] virtual std::vector<UniqueFd> exchange_descriptors(std::string_view key,
                                                                    std::span<const int> members,
                                                                    int fd) = 0;
 
-  // What went over each of this rank's links, by ascending peer. Where ranks are threads, the one
-  // link is to rank 0, which relays elsewhere.
+  // Traffic on each of this rank's links, by ascending peer. If ranks are threads, the only link is
+  // to rank 0, which also relays.
   [[nodiscard]] virtual std::vector<ControlLinkStats> links() const = 0;
 
-  // Published with each heartbeat. Several threads of a rank may wait at once; `begin_wait` returns
-  // the slot that `end_wait` frees. Call it only before a real sleep.
+  // Announces a wait in each heartbeat. Several threads of a rank may wait at once; `begin_wait`
+  // returns the slot that `end_wait` frees. Call it only before a real sleep.
   [[nodiscard]] virtual int begin_wait(WaitState state) = 0;
   virtual void end_wait(int slot) = 0;
 
@@ -115,15 +114,15 @@ class Control {
   virtual void fail(const Failure& failure) = 0;
   [[nodiscard]] virtual bool failed() const = 0;  // one atomic load: for wait loops
   virtual void throw_if_failed() const = 0;
-  // The same in a call that did not wait: `operation` says what this rank was doing, where the end
-  // only names a rank.
+  // The same for a call that did not wait: `operation` says what this rank was doing, in case the
+  // end only names a rank.
   virtual void throw_if_failed_in(std::string_view operation) const {
     static_cast<void>(operation);
     throw_if_failed();
   }
-  // Called once, from another thread, when the world ends: wakes whoever sleeps elsewhere (a futex,
-  // a socket). Keep it short. Returns a handle whose destruction removes the callback; like that of
-  // listen() it may outlive the Control.
+  // Calls `wake` once, from another thread, when the world ends: wakes threads that sleep elsewhere
+  // (a futex, a socket). Keep it short. Dropping the returned handle removes the callback; like
+  // that of listen(), the handle may outlive the Control.
   [[nodiscard]] virtual std::shared_ptr<void> on_failure(std::function<void()> wake) = 0;
 };
 

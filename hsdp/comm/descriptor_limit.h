@@ -1,6 +1,5 @@
-// The limit of open files: told apart from other errors, so that ranks that join can wait until
-// descriptors are free again, and named with its remedy when they are not
-// [Note: the limit of open files].
+// Tells the limit of open files apart from other errors, so that joining ranks can wait for free
+// descriptors, and errors name the limit and its remedy [Note: the limit of open files].
 #pragma once
 
 #include <string>
@@ -9,7 +8,7 @@
 
 namespace hsdp::comm {
 
-// A call for a descriptor met the limit.
+// A call for a descriptor hit the limit.
 class DescriptorLimitError : public Error {
  public:
   using Error::Error;
@@ -19,7 +18,7 @@ class DescriptorLimitError : public Error {
 // "the limit of 1024 open files was reached; raise it with ulimit -n"
 [[nodiscard]] std::string descriptor_limit_text();
 
-// After a call that failed: throws when `errno` is the limit. `doing`: "rendezvous: cannot ...".
+// Call it after a failed call: throws if `errno` is the limit. `doing`: "rendezvous: cannot ...".
 void throw_if_descriptor_limit(const std::string& doing);
 
 }  // namespace hsdp::comm

@@ -1,4 +1,4 @@
-// What an engine (host, nccl, mpi) implements behind Communicator. Arguments are already validated:
+// What an engine (host, nccl, mpi) implements behind Communicator. Arguments are already checked:
 // dtypes, devices, counts and cuts fit; size() is at least 2 for collectives that move data.
 #pragma once
 
@@ -39,7 +39,7 @@ class Communicator::Engine {
   virtual void reserve(std::span<const ReduceScatter> calls) { static_cast<void>(calls); }
   virtual void reserve(std::span<const AllReduce> calls) { static_cast<void>(calls); }
   [[nodiscard]] virtual std::int64_t reserved_bytes() const { return 0; }
-  // Null where every call is compared.
+  // Null if every call is compared.
   [[nodiscard]] virtual comm::PlannedCalls* planned_calls() const { return nullptr; }
   // See Communicator::wait().
   virtual void wait(const Event& event) { event.wait(); }
@@ -48,7 +48,7 @@ class Communicator::Engine {
     return group_id() + "#" + std::to_string(exchanges_.fetch_add(1));
   }
 
-  // Kept by Communicator for every engine. Thread-safe.
+  // Communicator calls it for every engine. Thread-safe.
   void count(CollectiveKind kind, std::size_t bytes) {
     Counter& counter = counters_[static_cast<std::size_t>(kind)];
     counter.calls.fetch_add(1, std::memory_order_relaxed);

@@ -65,7 +65,7 @@ void ForkGuard::release() {
 }
 
 std::uint32_t fork_generation() {
-  install_handlers();  // or a fork before the first guard would go uncounted
+  install_handlers();  // or a fork before the first guard would not be counted
   return generation.load(std::memory_order_relaxed);
 }
 

@@ -2,7 +2,7 @@
 // [Note: fork].
 //
 // While a ForkGuard lives, a child made by fork() closes its copy of the descriptor at once, so
-// that peers see this process end even when a child lives on. Thread-safe.
+// that peers see this process end even if a child lives on. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -19,13 +19,13 @@ class ForkGuard {
   ForkGuard(const ForkGuard&) = delete;
   ForkGuard& operator=(const ForkGuard&) = delete;
 
-  void release();  // call before the descriptor is closed
+  void release();  // call it before closing the descriptor
 
  private:
   int fd_ = -1;
 };
 
-// Counts the forks between this process and the first one. An object made at another generation
+// Counts the forks between the first process and this one. An object made at another generation
 // belongs to the parent: its threads do not exist here and its descriptors are closed.
 [[nodiscard]] std::uint32_t fork_generation();
 

@@ -1,5 +1,5 @@
-// A wait that has become long: after two seconds a rank tells its neighbours what it has called,
-// and again each time it has waited twice as long.
+// Detects a long wait: after two seconds a rank tells its neighbours what it has called, and again
+// each time the waiting time has doubled.
 #pragma once
 
 #include <chrono>
@@ -11,13 +11,13 @@ class LongWait {
   using Clock = std::chrono::steady_clock;
   explicit LongWait(Clock::time_point begin = Clock::now()) : begin_(begin) {}
 
-  // True once each time.
+  // True once per doubling.
   [[nodiscard]] bool has_become_long() {
     if (Clock::now() - begin_ < patience_) return false;
     patience_ *= 2;
     return true;
   }
-  // It is long now: there is reason to think that a peer makes another call.
+  // Makes the wait count as long now, because a peer probably makes another call.
   void hurry() { begin_ = Clock::now() - patience_; }
 
  private:

@@ -1,4 +1,4 @@
-// Engines that a build may lack: each is x.cpp or no_x.cpp, chosen by CMake.
+// Engines that a build may lack: CMake chooses x.cpp or no_x.cpp for each.
 #pragma once
 
 #include <chrono>
@@ -11,7 +11,7 @@
 
 namespace hsdp::comm {
 
-// Throw UsageError, naming the CMake option, when this build lacks the engine.
+// Throw UsageError, naming the CMake option, if this build lacks the engine.
 void require_nccl();
 void require_mpi();
 
@@ -19,10 +19,10 @@ void require_mpi();
 [[nodiscard]] Communicator nccl_world(const std::shared_ptr<Control>& control, Device device);
 [[nodiscard]] Communicator mpi_world(const std::shared_ptr<Control>& control);
 
-// What MPI can add to how the ranks of several hosts meet: an address of rank 0 and a secret, where
-// the settings lack them, and for its own engine (`is_engine`) whether there are several hosts at
-// all. Unchanged where nothing is missing, where the launcher is not MPI's, and in a build without
-// MPI. Collective over the job when it is not.
+// Adds what MPI knows to how ranks on several hosts meet: an address of rank 0 and a secret, if the
+// settings lack them, and for the mpi engine (`is_engine`) whether there are several hosts. Returns
+// `launch` unchanged if nothing is missing, if the launcher is not MPI's, or in a build without
+// MPI; otherwise it is collective over the job.
 [[nodiscard]] LaunchEnvironment meet_over_mpi(LaunchEnvironment launch, bool is_engine,
                                               std::chrono::milliseconds timeout);
 

@@ -14,8 +14,8 @@ namespace hsdp::comm {
 namespace {
 
 constexpr std::size_t kKept = 4096;
-constexpr std::size_t kTold = 16;                     // calls before one, and after it
-constexpr std::size_t kShown = std::size_t{8} << 20;  // bytes, of all members together
+constexpr std::size_t kTold = 16;                     // calls shown before one, and after it
+constexpr std::size_t kShown = std::size_t{8} << 20;  // bytes, for all members together
 
 std::uint64_t hash_with(std::uint64_t hash, const HostCall& call) {
   return TermsHash()
@@ -43,7 +43,7 @@ PlannedCalls::PlannedCalls(std::shared_ptr<Control> control, std::string group,
       topic(), [this](int from, std::string_view message) { hear(from, message); });
 }
 
-// A rank that asks would wait for one that does not: so asking is part of the hash.
+// Hash whether this rank compares: it would wait for a rank that does not.
 std::optional<std::uint32_t> PlannedCalls::begin(const HostCall& call) {
   const std::lock_guard lock(mutex_);
   const auto agreed =
@@ -99,7 +99,7 @@ std::string PlannedCalls::text() const {
   return text_of(last);
 }
 
-// Two neighbours are enough: where not all members made the same call, some two neighbours did not.
+// Two neighbours are enough: if not all members made the same call, some two neighbours differ.
 void PlannedCalls::tell_of_wait(std::uint64_t sequence) const {
   const std::size_t size = members_.size();
   const auto own =
@@ -120,7 +120,7 @@ void PlannedCalls::tell(std::uint64_t sequence, int member) const {
   control_->tell(member, topic(), text_of(told));
 }
 
-// It did not ask, and knows what it called.
+// The member did not compare; it knows what it called.
 void PlannedCalls::end_by_data(int member, WaitState waiting) const {
   tell(sequence(), member);
   wait_for_verdict(*control_, std::chrono::seconds(2));

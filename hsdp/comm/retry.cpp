@@ -11,7 +11,7 @@ namespace {
 
 using Micros = std::chrono::microseconds;
 
-// Between half and one and a half of `pause`.
+// A random pause, from half to one and a half of `pause`.
 Micros spread(Micros pause) {
   thread_local std::minstd_rand random(static_cast<unsigned>(
       ::getpid() ^ std::chrono::steady_clock::now().time_since_epoch().count()));

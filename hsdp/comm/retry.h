@@ -1,5 +1,4 @@
-// Trying again until a time: what peers are not ready for yet, and what the limit of open files
-// forbids for now.
+// Retries until a deadline: for peers that are not ready yet and for the limit of open files.
 #pragma once
 
 #include <chrono>
@@ -9,18 +8,18 @@
 namespace hsdp::comm {
 
 // Pauses between attempts: each about twice as long as the one before, up to 100 ms, and different
-// on every rank, so that ranks that were turned away together do not come again together.
+// on every rank, so that ranks refused together do not return together.
 class Pauses {
  public:
-  // Sleeps; false, at once, when the pause would last beyond `end`.
+  // Sleeps. Returns false immediately if the pause would end after `end`.
   [[nodiscard]] bool sleep_before(std::chrono::steady_clock::time_point end);
 
  private:
   std::chrono::microseconds next_{1'000};
 };
 
-// Calls `attempt` until it gives something, and returns that; what the last attempt gave when the
-// time is over. Throws DescriptorLimitError when the limit stopped the last attempt.
+// Calls `attempt` until it returns something, and returns that, or the last result at the deadline.
+// Throws DescriptorLimitError if the limit stopped the last attempt.
 template <typename Attempt>
 auto retry_until(std::chrono::steady_clock::time_point end, Attempt attempt)
     -> decltype(attempt()) {
@@ -34,7 +33,7 @@ auto retry_until(std::chrono::steady_clock::time_point end, Attempt attempt)
   }
 }
 
-// Calls `open`, again while it meets the limit of open files, and returns what it gives.
+// Calls `open`, again while it hits the limit of open files, and returns its result.
 template <typename Open>
 auto wait_out_limit(std::chrono::steady_clock::time_point end, Open open) -> decltype(open()) {
   for (Pauses pauses;;) {

@@ -20,7 +20,7 @@ void run_on_stream(Stream& stream, std::function<void()> task) {
     OpenCall* outer;
     ~Restore() { open_call = outer; }
   } const restore{outer};
-  // Only the thread that is inside this very call sees `open_call` point at it.
+  // Only the thread inside this very call sees `open_call` point at it.
   stream.run([task = std::move(task), mine = &call] {
     try {
       task();

@@ -1,4 +1,4 @@
-// Runs a collective on a stream so that a call which is over when it returns also throws here.
+// Runs a collective on a stream, so that a call that is complete on return also throws here.
 #pragma once
 
 #include <functional>
@@ -7,8 +7,8 @@
 
 namespace hsdp::comm {
 
-// stream.run(task). When the stream runs it before returning, on this thread, and it throws, the
-// error leaves through here, whatever else the stream does with it.
+// stream.run(task). If the stream runs it on this thread before returning, and it throws, the error
+// is rethrown here, whatever else the stream does with it.
 void run_on_stream(Stream& stream, std::function<void()> task);
 
 }  // namespace hsdp::comm

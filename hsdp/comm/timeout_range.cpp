@@ -9,7 +9,7 @@
 namespace hsdp::comm {
 
 void require_timeout(std::chrono::duration<double> timeout, std::string_view what) {
-  if (timeout >= kShortestTimeout && timeout <= kLongestTimeout) return;  // NaN is neither
+  if (timeout >= kShortestTimeout && timeout <= kLongestTimeout) return;  // NaN fails both
   std::array<char, 32> got{};
   std::snprintf(got.data(), got.size(), "%g", timeout.count());
   throw UsageError(std::string(what) + ": expected 0.001 to " +

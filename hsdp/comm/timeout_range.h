@@ -1,4 +1,4 @@
-// How long a world's waits may be: what clocks can add to and a person would call a limit.
+// The range of a world's timeout: what clocks can add, and what a person would call a limit.
 #pragma once
 
 #include <chrono>
@@ -9,7 +9,7 @@ namespace hsdp::comm {
 constexpr std::chrono::milliseconds kShortestTimeout{1};
 constexpr std::chrono::seconds kLongestTimeout{1'000'000};  // eleven days
 
-// UsageError, which begins with `what`, unless the timeout is within the limits.
+// Throws UsageError, which begins with `what`, unless the timeout is within the range.
 void require_timeout(std::chrono::duration<double> timeout, std::string_view what);
 
 }  // namespace hsdp::comm

@@ -1,4 +1,4 @@
-// How a process gets its world: by rendezvous with its peers, or as threads of one process.
+// How a process gets its world: by a rendezvous with its peers, or with threads as ranks.
 #pragma once
 
 #include <chrono>
@@ -13,7 +13,7 @@
 
 namespace hsdp {
 
-// kAuto: shared memory where a pair of ranks can pass descriptors, else TCP. kTcp forces TCP for
+// kAuto: shared memory between ranks that can pass descriptors, otherwise TCP. kTcp forces TCP for
 // every pair (tests, benchmarks; HSDP_TRANSPORT=tcp does the same).
 enum class TransportChoice { kAuto, kTcp };
 
@@ -25,10 +25,10 @@ struct WorldOptions {
   std::optional<comm::LaunchEnvironment> launch{};  // default: detect_launch()
 };
 
-// The world of this process' job. Collective over the job. A world closes, on each rank for itself,
-// with its last user there. A later call shares the connections of the world before, and their
-// timeout, when that is still open on every rank; else all ranks meet anew, beside what some of
-// them may still use. So they do after a failure. What fails during the call is thrown.
+// The world of this process's job. Collective over the job. On each rank, a world closes with its
+// last user. If the previous world is still open on every rank, a later call shares its connections
+// and their timeout. Otherwise, as after a failure, all ranks meet again, and some may still use
+// the previous world. Throws what fails during the call.
 [[nodiscard]] Communicator connect_world(const WorldOptions& options = {});
 
 // `size` ranks as threads of this process: element r is rank r's world. For tests and examples.

@@ -24,8 +24,7 @@ constexpr std::size_t kHugePageBytes = std::size_t{2} << 20U;
 
 std::size_t round_up(std::size_t size, std::size_t unit) { return (size + unit - 1) / unit * unit; }
 
-// Faults every page in now. The kernel reports a lack of memory only where it knows the advice;
-// elsewhere each page is written to.
+// Faults every page in now. Only MADV_POPULATE_WRITE reports a lack of memory.
 void touch(std::byte* data, std::size_t length, std::size_t page_bytes) {
 #ifdef MADV_POPULATE_WRITE
   if (madvise(data, length, MADV_POPULATE_WRITE) == 0) return;
@@ -57,7 +56,7 @@ std::shared_ptr<std::byte> allocate_host(std::size_t size) {
     if (head != 0) munmap(data, head);
     if (slack != head) munmap(data + head + length, slack - head);
     data += head;
-    madvise(data, length, MADV_HUGEPAGE);  // only advice: small pages work too
+    madvise(data, length, MADV_HUGEPAGE);  // only a hint: small pages work too
   }
   touch(data, length, page_bytes);
   return {data, [length](std::byte* memory) { munmap(memory, length); }};
@@ -78,7 +77,7 @@ void free_after(Device device, const Event& event) noexcept {
   if (device.type != DeviceType::kCuda) return;
   try {
     free_cuda_after(device, event);
-  } catch (const std::exception&) {  // of a device that has failed, and works no more
+  } catch (const std::exception&) {  // the device has failed and no longer works
   }
 }
 

@@ -1,7 +1,7 @@
 // Owning, page-aligned, zero-initialised memory of one device.
 //
-// Move-only. Host memory is touched when it is made, so that no page fault falls into a step.
-// Throws Error when there is no memory.
+// Move-only. The constructor touches host memory, so that no step takes page faults. Throws Error
+// when there is no memory.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@ namespace hsdp {
 
 class Buffer {
  public:
-  // kPinnedHost: in the host's memory, for kernels of a GPU that read and write it over its bus. On
-  // the host both are the same.
+  // kPinnedHost: host memory that a GPU's kernels read and write over the bus. On the host both are
+  // the same.
   enum class Place : std::uint8_t { kDevice, kPinnedHost };
 
   Buffer() = default;
@@ -50,8 +50,9 @@ class Buffer {
   Device device_{};
 };
 
-// What a GPU's Buffers have now is freed after that Event, whenever their owners let go of it:
-// where a GPU hangs in what nobody can end, and may go on later. Nothing happens on the host.
+// Defers freeing the memory of all current Buffers of a GPU until `event`, whenever their owners
+// destroy them. For a GPU that hangs in work that cannot be cancelled and may resume later. No
+// effect on the host.
 void free_after(Device device, const Event& event) noexcept;
 
 }  // namespace hsdp

@@ -11,7 +11,8 @@ namespace hsdp {
 namespace {
 
 void* driver_function(const char* name) {
-  constexpr unsigned kSince = 7000;  // of CUDA, all that are asked for
+  constexpr unsigned kSince = 7000;  // the CUDA version to ask for: all these functions are that
+                                     // old
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSuccess;
 #if CUDART_VERSION >= 12050
@@ -26,8 +27,8 @@ void* driver_function(const char* name) {
   return nullptr;
 }
 
-// To go back to a device that nobody has used yet would make a context there, hundreds of
-// megabytes.
+// Restoring a device that the process has not used yet would create a context there, which takes
+// hundreds of megabytes.
 bool has_context(int device) {
   using GetState = int (*)(int device, unsigned* flags, int* active);
   static const auto get_state =
@@ -37,7 +38,7 @@ bool has_context(int device) {
   return get_state == nullptr || get_state(device, &flags, &active) != 0 || active != 0;
 }
 
-// The thread's mode becomes that one; the one that it was.
+// Sets the thread's capture mode and returns the previous one.
 int exchange_capture_mode(int mode) {
   auto exchanged = static_cast<cudaStreamCaptureMode>(mode);
   static_cast<void>(cudaThreadExchangeStreamCaptureMode(&exchanged));
@@ -48,7 +49,7 @@ int exchange_capture_mode(int mode) {
 
 void check_cuda(int status, Device device, const std::string& what) {
   if (status == cudaSuccess) return;
-  static_cast<void>(cudaGetLastError());  // reported here, not once more by somebody else's check
+  static_cast<void>(cudaGetLastError());  // clear it, so that later checks do not report it again
   const auto error = static_cast<cudaError_t>(status);
   std::string message = "device: " + to_string(device) + ": cannot " + what +
                         ": expected success, got " + cudaGetErrorName(error) + " (" +
@@ -95,7 +96,7 @@ std::string cuda_bus_id(Device device) {
 }
 
 void require_no_capture(Device device, void* stream) {
-  const OnCudaDevice current(device);  // whose default stream a null one is
+  const OnCudaDevice current(device);  // a null stream is this device's default stream
   cudaStreamCaptureStatus captured = cudaStreamCaptureStatusNone;
   const cudaError_t status = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &captured);
   const bool is_implicit = status == cudaErrorStreamCaptureImplicit;  // through the default stream

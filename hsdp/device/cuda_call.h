@@ -1,5 +1,5 @@
-// Calls into the CUDA runtime: errors as exceptions, and which device the thread talks to. Internal
-// to the CUDA sources; the runtime's types stay out of headers, so a status is an int.
+// Calls into the CUDA runtime: turns errors into exceptions and selects the thread's current
+// device. Internal to the CUDA sources. Runtime types stay out of headers, so a status is an int.
 #pragma once
 
 #include <cstddef>
@@ -10,29 +10,28 @@
 
 namespace hsdp {
 
-// Error "device: cuda:0: cannot <what>: ..." unless `status` is cudaSuccess.
+// Throws Error "device: cuda:0: cannot <what>: ..." unless `status` is cudaSuccess.
 void check_cuda(int status, Device device, const std::string& what);
 
-// UsageError unless there is a driver and that device.
+// Throws UsageError without a driver or without that device.
 void require_cuda(Device device);
 
-// Of this process; 0 without a driver.
+// Number of devices this process sees; 0 without a driver.
 [[nodiscard]] int cuda_device_count();
 
-// Names the GPU behind the device on this host, however processes number theirs.
+// The GPU's PCI bus id: names it on this host regardless of how processes number their devices.
 [[nodiscard]] std::string cuda_bus_id(Device device);
 
-// UsageError while a cudaStream_t of somebody else is captured into a CUDA graph: what is asked of
-// it would be no part of the graph, or spoil it.
+// Throws UsageError while the borrowed cudaStream_t is being captured into a CUDA graph: our calls
+// would be missing from the graph, or would invalidate the capture.
 void require_no_capture(Device device, void* stream);
 
-// Fills memory of the current device with zeros; done when it returns.
+// Fills memory of the current device with zeros; done on return.
 void clear_cuda_memory(Device device, void* memory, std::size_t size);
 
-// Around calls of our own, each of which would make a context on the thread's current device: makes
-// `device` that one while it lives, and leaves the caller's as it was, unless nobody in the process
-// has used that. What somebody captures into a graph meanwhile is none of these calls' business,
-// and stays whole.
+// Makes `device` current for our own calls, which create a context on the thread's current device.
+// The destructor restores the caller's device, unless the process has not used that device yet.
+// Captures of CUDA graphs by others are neither affected nor invalidated meanwhile.
 class OnCudaDevice {
  public:
   explicit OnCudaDevice(Device device);
@@ -41,17 +40,17 @@ class OnCudaDevice {
   OnCudaDevice& operator=(const OnCudaDevice&) = delete;
 
  private:
-  int saved_ = -1;  // of the caller; -1: nothing to restore
+  int saved_ = -1;  // the caller's device; -1: nothing to restore
   int capture_mode_;
 };
 
-// Whether the calling thread is in a task of a stream, whose lock it holds.
+// Whether the calling thread is running a task of a stream, and so holds the stream's lock.
 [[nodiscard]] bool in_cuda_task();
 
-// Before an allocation of `device` is tried once more: of our pools, and of the memory source.
+// Returns unused memory of our pools and of the memory source to the driver.
 void give_back_unused_memory(Device device);
 
-// Returns what `act` does, which takes memory of `device`; once more where it throws a Failure.
+// Returns the result of `act`, which allocates memory of `device`. Retries once after a Failure.
 template <class Failure, class Act>
 auto take_memory(Device device, const Act& act) {
   try {
@@ -62,13 +61,13 @@ auto take_memory(Device device, const Act& act) {
   }
 }
 
-// Runs `act`, which gives something of `device` back; where the driver is gone, that is gone too.
+// Runs `act`, which returns a resource to `device`. Ignores Errors.
 template <class Act>
 void give_back_on(Device device, const Act& act) noexcept {
   try {
     const OnCudaDevice current(device);
     act();
-  } catch (const Error&) {  // nothing is left to give back
+  } catch (const Error&) {  // without a driver there is nothing to return
   }
 }
 

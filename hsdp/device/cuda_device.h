@@ -1,7 +1,6 @@
-// What a GPU build provides behind the classes of this folder. no_cuda.cpp takes its place in a
-// build without CUDA: every call throws a UsageError that names the CMake option. With CUDA, a
-// machine without a driver or without that device gets a UsageError that says so. Internal to
-// hsdp/device.
+// What a GPU build provides behind the classes of this folder. In a build without CUDA, no_cuda.cpp
+// replaces it: every call throws a UsageError that names the CMake option. With CUDA but without a
+// driver or without that device, calls throw a UsageError that says so. Internal to hsdp/device.
 #pragma once
 
 #include <atomic>
@@ -14,29 +13,28 @@
 
 namespace hsdp {
 
-// A queue that owns a new stream of `device`.
 [[nodiscard]] std::shared_ptr<Stream::Queue> make_cuda_queue(Device device,
                                                              const std::string& name);
 
-// A queue on a cudaStream_t of somebody else, who keeps it alive.
+// A queue on a borrowed cudaStream_t, whose owner keeps it alive.
 [[nodiscard]] std::shared_ptr<Stream::Queue> borrow_cuda_queue(Device device, void* native_handle);
 
-// Zeros, ready for any stream; freed with the last copy, which must not die before the work that
-// uses it is done. Error when there is no memory; nullptr for 0 bytes.
+// Zeroed memory, ready for any stream, freed with the last copy. The last copy must outlive the
+// work that uses the memory. Throws Error when there is no memory; nullptr for 0 bytes.
 [[nodiscard]] std::shared_ptr<std::byte> allocate_cuda(Device device, std::size_t size);
 
-// What allocate_cuda() has given out so far is freed after that Event.
+// Defers freeing what allocate_cuda() has returned so far until `event`.
 void free_cuda_after(Device device, const Event& event);
 
-// The same with any content, from and back to the pool in the order of `stream`.
+// Like allocate_cuda(), but with undefined content; the pool reuses it in the order of `stream`.
 [[nodiscard]] std::shared_ptr<std::byte> allocate_cuda_scratch(std::size_t size,
                                                                const Stream& stream);
 
-// Scratch of the device never has to wait for memory while no more than that is in use, beside what
-// others reserve. Error when there is no memory.
+// Keeps `size` bytes in the device's scratch pool, in addition to other reservations. While no more
+// scratch than that is in use, allocating it cannot fail. Throws Error when there is no memory.
 [[nodiscard]] std::shared_ptr<void> reserve_cuda_scratch(Device device, std::size_t size);
 
-// As allocate_cuda() in pinned memory of the host, which the device reaches at the same address.
+// Like allocate_cuda(), but in pinned host memory, which the device reaches at the same address.
 [[nodiscard]] std::shared_ptr<std::byte> allocate_cuda_pinned(Device device, std::size_t size);
 
 // A zero word of pinned host memory.

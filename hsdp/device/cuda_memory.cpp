@@ -1,4 +1,4 @@
-// Memory of a GPU, and the host's words that a GPU writes.
+// GPU memory, and the host words that a GPU writes.
 #include <cuda_runtime.h>
 
 #include <array>
@@ -21,10 +21,10 @@ namespace {
 
 constexpr int kMostDevices = 64;
 
-// What one device's allocations need, made on first use and never destroyed: the driver may be
-// gone before our last destructor.
+// The pools of one device, made on first use and never destroyed: the driver may be gone before our
+// last destructor.
 struct DevicePools {
-  cudaMemPool_t lasting = nullptr;            // gives back at once what is freed
+  cudaMemPool_t lasting = nullptr;            // returns freed memory at once
   cudaMemPool_t scratch = nullptr;            // keeps what is reserved
   std::atomic<cudaStream_t> stream{nullptr};  // long-lived memory is zeroed and freed here
   std::atomic<std::uint64_t> reserved{0};     // bytes of scratch
@@ -64,7 +64,7 @@ DevicePools& pools_of(Device device) {
   return pools;
 }
 
-// `kept` lives as long as the memory, which is freed on `stream`.
+// Memory from `pool`, freed on `stream`. The deleter keeps `kept` alive.
 std::shared_ptr<std::byte> allocate(Device device, std::size_t size, cudaMemPool_t pool,
                                     cudaStream_t stream, const std::optional<Stream>& kept = {}) {
   void* memory = nullptr;
@@ -76,13 +76,13 @@ std::shared_ptr<std::byte> allocate(Device device, std::size_t size, cudaMemPool
   }
   check_cuda(status, device, "allocate " + std::to_string(size) + " bytes");
   return {static_cast<std::byte*>(memory), [device, stream, kept](std::byte* data) {
-            // With the device current, whose default stream a null one is.
+            // Needs the current device: a null stream is its default stream.
             give_back_on(device, [&] { static_cast<void>(cudaFreeAsync(data, stream)); });
           }};
 }
 
-// How much the pool keeps when nobody uses it. A pool has memory in chunks, and gives back all that
-// is unused where what it has is over the threshold by a part of one.
+// Sets how much unused memory the pool keeps. The pool allocates in chunks and returns everything
+// unused once it exceeds the threshold by any part of a chunk.
 void keep_scratch(DevicePools& pools, Device device) {
   constexpr std::uint64_t kChunk = std::uint64_t{32} << 20;
   const std::lock_guard lock(pools.mutex);
@@ -91,7 +91,7 @@ void keep_scratch(DevicePools& pools, Device device) {
              device, "set up a memory pool");
 }
 
-// Null where there is no source, or it must not be asked.
+// Null without a memory source, or where it must not be called.
 std::shared_ptr<std::byte> from_source(Device device, std::size_t size, cudaStream_t stream) {
   const auto source = memory_source();
   if (!source->allocate || in_cuda_task()) return nullptr;
@@ -105,8 +105,8 @@ void* allocate_pinned(Device device, std::size_t size) {
   return memory;
 }
 
-// Words of pinned memory, one to a cache line, handed out again after use: pinning stops the GPU,
-// and so does unpinning.
+// Words of pinned memory, one per cache line. They are reused, since pinning and unpinning stall
+// the GPU.
 class FlagPool {
  public:
   std::atomic<std::uint32_t>* take(Device device) {
@@ -160,7 +160,7 @@ std::shared_ptr<std::byte> allocate_cuda(Device device, std::size_t size) {
 void free_cuda_after(Device device, const Event& event) {
   const OnCudaDevice current(device);
   DevicePools& pools = pools_of(device);
-  // New memory is cleared on another stream, and has not to wait.
+  // New memory is cleared on a new stream, which need not wait.
   borrow_cuda_queue(device, pools.stream.exchange(make_stream(device)))->wait(event);
 }
 

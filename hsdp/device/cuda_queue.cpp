@@ -17,7 +17,7 @@
 namespace hsdp {
 namespace {
 
-// Whether that answer of a query says that the work is done.
+// Whether `status`, returned by a query, means that the work is done.
 bool is_done(cudaError_t status, Device device, const char* what) {
   if (status != cudaErrorNotReady) {
     check_cuda(status, device, what);
@@ -60,17 +60,17 @@ class CudaEvent : public Event::State {
   cudaEvent_t event_ = nullptr;
 };
 
-// Of a stream that is broken, or whose event could not be made. Complete when the device has done
-// what it was given all the same: memory that it uses must live until then.
+// The event of a broken stream, or of one whose event could not be made. It still completes only
+// when the device has finished its work, because memory that the work uses must live until then.
 class FailedEvent : public Event::State {
  public:
   FailedEvent(Device device, cudaStream_t stream, const std::exception_ptr& error)
       : device_(device), stream_(stream) {
-    error_ = error;  // clang-tidy takes an initializer for an exception that is not thrown
+    error_ = error;  // clang-tidy mistakes an initializer for an exception that is not thrown
     try {
       const OnCudaDevice current(device);
       last_.emplace(device, stream);
-    } catch (const Error&) {  // the stream itself can be asked
+    } catch (const Error&) {  // complete() then queries the stream itself
     }
   }
   [[nodiscard]] bool complete() const override {
@@ -91,7 +91,7 @@ class FailedEvent : public Event::State {
   std::optional<CudaEvent> last_;
 };
 
-// The first error of a queue. Callbacks of the driver hold it beyond the queue.
+// The first error of a queue. Driver callbacks may outlive the queue, so they share it.
 class FirstError {
  public:
   void set(std::exception_ptr error) {
@@ -113,7 +113,7 @@ struct HostWait {
   std::shared_ptr<FirstError> error;
 };
 
-// Runs on a thread of the driver, which must not call CUDA.
+// Runs on a driver thread, which must not call CUDA.
 void wait_on_driver_thread(void* argument) {
   const std::unique_ptr<HostWait> wait(static_cast<HostWait*>(argument));
   try {
@@ -157,7 +157,7 @@ class CudaQueue : public Stream::Queue {
       try {
         const OnCudaDevice current(device_);
         return Event(std::make_shared<CudaEvent>(device_, stream_));
-      } catch (...) {  // of the event alone
+      } catch (...) {  // the event's own error
         error = std::current_exception();
       }
     }
@@ -167,7 +167,7 @@ class CudaQueue : public Stream::Queue {
   void wait(const Event& of_anything) override {
     const Event event = of_anything.enqueued();
     if (event.state() == nullptr) return;
-    event.throw_if_failed();  // here: whoever owns this stream may never look at it
+    event.throw_if_failed();  // throw here: the owner of this stream may never check it
     run([&] {
       if (const auto* const other = dynamic_cast<const CudaEvent*>(event.state())) {
         other->make_wait(stream_);
@@ -177,7 +177,7 @@ class CudaQueue : public Stream::Queue {
         auto wait = std::make_unique<HostWait>(HostWait{event, error_});
         check_cuda(cudaLaunchHostFunc(stream_, wait_on_driver_thread, wait.get()), device_,
                    "wait for an event of the host");
-        static_cast<void>(wait.release());  // the callback's now
+        static_cast<void>(wait.release());  // now owned by the callback
       }
     });
   }
@@ -202,8 +202,9 @@ class CudaQueue : public Stream::Queue {
   Device device_;
   cudaStream_t stream_;
   bool owned_;
-  std::recursive_mutex mutex_;  // tasks one at a time; a task may use its own stream
-  std::shared_ptr<FirstError> error_ = std::make_shared<FirstError>();  // set: tasks are dropped
+  std::recursive_mutex mutex_;  // one task at a time; a task may use its own stream
+  std::shared_ptr<FirstError> error_ = std::make_shared<FirstError>();  // once set, tasks are
+                                                                        // dropped
 };
 
 }  // namespace

@@ -18,7 +18,7 @@ struct Pool {
 };
 
 Pool& pool() {
-  static auto* const one = new Pool;  // streams are returned at exit, too
+  static auto* const one = new Pool;  // streams are still returned at exit
   return *one;
 }
 

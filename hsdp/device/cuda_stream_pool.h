@@ -1,16 +1,16 @@
-// The library's own streams of a GPU, of the highest priority and never destroyed: an allocator
-// that was told of one (torch's record_stream) uses it whenever it frees that memory, even long
-// after its last work. Internal to hsdp/device.
+// The library's own GPU streams. They have the highest priority and are never destroyed: an
+// allocator that knows one (through torch's record_stream) uses it whenever it frees that memory,
+// even long after the stream's last work. Internal to hsdp/device.
 #pragma once
 
 #include "hsdp/tensor_view.h"
 
 namespace hsdp {
 
-// One that nobody uses and whose work is done, else a new one. It does not wait for the legacy
-// default stream: frameworks run theirs there. The device is current.
+// Returns an idle pooled stream, or a new one. The stream does not synchronize with the legacy
+// default stream, which frameworks use. `device` must be current.
 [[nodiscard]] void* take_cuda_stream(Device device);  // a cudaStream_t
-// Work in it runs to its end.
+// Work already enqueued still runs to completion.
 void return_cuda_stream(Device device, void* stream) noexcept;
 
 }  // namespace hsdp

@@ -1,7 +1,7 @@
 // A point in a Stream that others can wait for.
 //
-// Cheap to copy; a default-constructed Event is complete. On CUDA it holds a cudaEvent; whatever
-// recorded it, the host can poll it or wait for it, and every Stream can.
+// Cheap to copy; a default-constructed Event is complete. On CUDA it holds a cudaEvent. The host
+// can poll and wait for any Event, and any Stream can wait for it, whatever recorded it.
 // Thread-safe.
 #pragma once
 
@@ -12,18 +12,18 @@ namespace hsdp {
 
 class Event {
  public:
-  // What an engine stores behind the handle.
+  // An engine's implementation behind the handle.
   class State {
    public:
     virtual ~State() = default;
-    // Never true of work that goes on. A device that cannot tell is an Error.
+    // Never true while the work is still running. Throws Error if the device cannot tell.
     [[nodiscard]] virtual bool complete() const = 0;
     // Blocks the calling thread; rethrows the error of the task that broke the stream, if any.
     virtual void wait() const = 0;
-    // Throws the error of work that was never enqueued, where that is known already.
+    // Throws the error of work that was never enqueued, if it is already known.
     virtual void throw_if_failed() const {}
-    // Where work for a device is enqueued by another thread: blocks until it is, and returns the
-    // device's event. Null where the event is no such one, or the work could not be enqueued.
+    // For an event of device work that another thread enqueues: blocks until it is enqueued, then
+    // returns the device's event. Null for any other event, or if the work could not be enqueued.
     [[nodiscard]] virtual const Event* enqueued() const { return nullptr; }
   };
 
@@ -37,8 +37,9 @@ class Event {
   void throw_if_failed() const {
     if (state_) state_->throw_if_failed();
   }
-  // For a GPU's stream to wait for: the device's event of work that another thread has yet to
-  // enqueue, for which it blocks. Else, and where that failed, the event itself.
+  // The event that a GPU's stream should wait for. If another thread has yet to enqueue device
+  // work, blocks until it has and returns the device's event. Otherwise, or if that failed, returns
+  // *this.
   [[nodiscard]] Event enqueued() const {
     const Event* const of_device = state_ ? state_->enqueued() : nullptr;
     return of_device != nullptr ? *of_device : *this;

@@ -1,8 +1,7 @@
-// A word that the work of a device sets and the host reads.
+// A word that a device's work sets and the host reads.
 //
-// Zero when it is made. The host sees what was written by the work before an Event once it has
-// waited for that Event. It lives until its last copy dies, and that must not be before the work
-// that writes it is done (InFlight).
+// Zero when made. After waiting for an Event, the host sees what the work before that Event wrote.
+// It lives as long as its last copy, which must outlive the work that writes it (InFlight).
 #pragma once
 
 #include <atomic>
@@ -15,11 +14,11 @@ namespace hsdp {
 
 using Flag = std::shared_ptr<std::atomic<std::uint32_t>>;
 
-// Plain memory for the host; pinned memory, from a pool, for a GPU.
+// Plain memory for the host; pinned memory from a pool for a GPU.
 [[nodiscard]] Flag make_flag(Device device);
 
-// Its word, which is never used for anything else: kernels that read it may be queued for as long
-// as a GPU hangs.
+// Returns the flag's word and never reuses it: kernels that read it may stay queued for as long as
+// a GPU hangs.
 [[nodiscard]] std::atomic<std::uint32_t>& keep_for_good(Flag flag);
 
 }  // namespace hsdp

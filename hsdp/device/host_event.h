@@ -1,5 +1,4 @@
-// The Event of host streams, and of whoever runs tasks: done once, with or without an error.
-//
+// The Event of host streams and of threads that run tasks: finished once, with or without an error.
 // Thread-safe.
 #pragma once
 

@@ -1,8 +1,8 @@
-// Keeps memory alive that work on a Stream still uses [Note: memory in flight].
+// Keeps memory alive while work on a Stream still uses it [Note: memory in flight].
 //
-// Owns what it holds until the Event that comes with it is complete; hold() and reap() let go of
-// what is. Thread-safe. The destructor lets go of everything: whoever owns an InFlight has waited
-// for its streams before.
+// Owns each item until its Event is complete; hold() and reap() release completed items.
+// Thread-safe. The destructor releases everything: wait for the streams before destroying an
+// InFlight.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +25,7 @@ class InFlight {
   }
 
   void reap() {
-    std::vector<Item> done;  // dies outside the lock: a deleter may call anything
+    std::vector<Item> done;  // destroyed outside the lock: a deleter may call anything
     const std::lock_guard lock(mutex_);
     for (std::size_t i = 0; i < items_.size();) {
       if (!items_[i].until.complete()) {

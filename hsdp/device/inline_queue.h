@@ -1,7 +1,7 @@
-// The host queue that runs its work at once on the calling thread. Internal to hsdp/device.
+// The host queue that runs its work immediately on the calling thread. Internal to hsdp/device.
 //
-// Thread-safe: work of several threads runs one task at a time, except for tasks that a task of
-// this queue runs itself.
+// Thread-safe: tasks of several threads run one at a time. A task may run further tasks of its own
+// queue.
 #pragma once
 
 #include <exception>
@@ -22,7 +22,7 @@ class InlineQueue : public Stream::Queue {
 
  private:
   std::recursive_mutex mutex_;
-  std::exception_ptr error_;  // the first one; set: tasks are dropped
+  std::exception_ptr error_;  // the first error; once set, tasks are dropped
 };
 
 }  // namespace hsdp

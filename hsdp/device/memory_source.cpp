@@ -12,7 +12,7 @@ struct Current {
 };
 
 Current& current() {
-  static auto* const one = new Current;  // threads of the library may allocate at exit
+  static auto* const one = new Current;  // the library's threads may allocate at exit
   return *one;
 }
 

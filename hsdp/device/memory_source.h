@@ -1,4 +1,4 @@
-// GPUs' memory beside a framework that keeps memory of its own, as torch's caching allocator does.
+// Takes GPU memory from a framework's allocator, such as torch's caching allocator.
 #pragma once
 
 #include <cstddef>
@@ -9,19 +9,19 @@
 
 namespace hsdp {
 
-// Called on threads of the library too, but never in a task of a stream, and with no lock held that
-// the thread of a caller may wait for. What `allocate` throws, an Error, is that of the allocation
-// when it has thrown twice.
+// The library's own threads call it, too, but never inside a task of a stream or while holding a
+// lock that a caller's thread may wait for. If `allocate` throws an Error twice, the allocation
+// fails with that Error.
 struct MemorySource {
-  // Memory for long, of any content, for work on `stream`, a cudaStream_t; freed with the last copy
-  // when that work is done. Null: take the driver's.
+  // Long-lived memory with undefined content, for work on `stream`, a cudaStream_t. Freed with the
+  // last copy, once that work is done. Null: use the driver's memory.
   std::function<std::shared_ptr<std::byte>(Device device, std::size_t size, void* stream)> allocate;
-  // Gives the driver what is not in use; then an allocation that failed is tried once more.
+  // Returns unused memory to the driver; a failed allocation is then retried once.
   std::function<void(Device device)> give_back_unused;
 };
 
-// For all allocations from now on. Scratch comes from a pool of the library's, and what is
-// registered with NCCL from NCCL; these too are tried again. Thread-safe.
+// Sets the source of all later allocations. Scratch still comes from the library's own pool, and
+// memory registered with NCCL from NCCL; these are retried, too. Thread-safe.
 void set_memory_source(MemorySource source);
 [[nodiscard]] std::shared_ptr<const MemorySource> memory_source();
 

@@ -1,8 +1,8 @@
-// Memory for the length of a few calls inside a task of a stream.
+// Memory for a few calls inside a task of a stream.
 //
-// Any content. On CUDA it comes from a pool and goes back in stream order, so it may die while the
-// work that uses it is still queued; nothing waits. Throws Error when there is no memory, which is
-// not so while all scratch of a device is no more than what was reserved.
+// Its content is undefined. On CUDA it comes from a pool and returns in stream order, without
+// waiting, so it may be destroyed while the work that uses it is still queued. Throws Error when
+// there is no memory, which cannot happen while a device's scratch stays within what was reserved.
 #pragma once
 
 #include <cstddef>
@@ -22,14 +22,14 @@ class Scratch {
   std::shared_ptr<std::byte> memory_;
 };
 
-// As the pool counts one piece of scratch.
+// The size that the pool counts for one piece of scratch.
 constexpr std::size_t scratch_size(std::size_t bytes) {
   constexpr std::size_t kGranularity = 512;
   return (bytes + kGranularity - 1) / kGranularity * kGranularity;
 }
 
-// Keeps memory for the scratch of whoever holds it, so that a step does not run out of it half way.
-// Nothing on the host. Throws Error when there is no memory.
+// Reserves scratch while it lives, so that a step does not run out of memory half way. No effect on
+// the host. Throws Error when there is no memory.
 class ScratchReserve {
  public:
   ScratchReserve() = default;

@@ -1,13 +1,13 @@
 // An ordered queue of work: everything asynchronous in the library runs on a Stream
 // [Note: kernels on a stream].
 //
-// Host: `inline_host()` runs work at once on the calling thread, `host_worker()` owns one thread
-// with a queue. CUDA: a cudaStream, owned or borrowed (a framework's current stream).
-// Copies share the queue. Thread-safe. The last copy of a worker drains the queue and joins.
+// Host: `inline_host()` runs work immediately on the calling thread, `host_worker()` has one thread
+// and a queue. CUDA: a cudaStream, owned or borrowed (a framework's current stream). Copies share
+// the queue. Thread-safe. The last copy of a worker drains the queue and joins.
 //
-// A task that throws breaks the stream: later tasks are dropped, and synchronize(), later
-// record()s' events and a wait() on them rethrow that first error. Nothing hangs. Any stream can
-// wait for any event; a GPU that waits for the host occupies a thread of the driver meanwhile.
+// A task that throws breaks the stream: later tasks are dropped, and synchronize(), later record()
+// events and wait() on those events rethrow that first error. Nothing hangs. Any stream can wait
+// for any event; while a GPU waits for the host, it occupies a driver thread.
 #pragma once
 
 #include <functional>
@@ -38,29 +38,29 @@ class Stream {
 
   [[nodiscard]] static Stream inline_host();
   [[nodiscard]] static Stream host_worker(const std::string& thread_name);
-  // A new asynchronous stream of that device: a worker on the host, a cudaStream on a GPU.
+  // A new asynchronous stream of `device`: a worker on the host, a cudaStream on a GPU.
   [[nodiscard]] static Stream create(Device device, const std::string& name);
-  // A stream of somebody else (a framework's current one), who keeps it alive: a cudaStream_t, or
-  // nullptr for the legacy default stream. On the host it is inline.
+  // A borrowed stream, such as a framework's current one: a cudaStream_t, or nullptr for the legacy
+  // default stream. Its owner keeps it alive. On the host it is inline.
   [[nodiscard]] static Stream borrow(Device device, void* native_handle);
 
-  // Runs `task` on the host in stream order. On CUDA `task` enqueues work on native_handle() and is
-  // called at once.
+  // Runs `task` on the host in stream order. On CUDA, calls `task` immediately; it enqueues work on
+  // native_handle().
   void run(std::function<void()> task) { queue_->run(std::move(task)); }
-  // An event that completes when all work enqueued so far is done.
+  // Returns an event that completes when all work enqueued so far is done.
   [[nodiscard]] Event record() { return queue_->record(); }
-  // Later work of this stream starts after `event`. Does not block the caller of an asynchronous
-  // stream, but on a GPU until the event's own work is enqueued; an inline stream waits here. On a
-  // GPU throws the error of an event that has failed by then.
+  // Later work of this stream starts after `event`. An inline stream waits here. An asynchronous
+  // stream does not block the caller, except on a GPU until the event's own work is enqueued. On a
+  // GPU, throws the error of an event that has already failed.
   void wait(const Event& event) { queue_->wait(event); }
   void synchronize() { queue_->synchronize(); }
 
-  // What a task of this stream hands to library calls that take a Stream: inline on a host worker,
-  // whose thread the task already has; the stream itself where work is only enqueued (CUDA).
+  // The Stream that a task of this stream passes to library calls: inline on a host worker, whose
+  // thread already runs the task; this stream itself where work is only enqueued (CUDA).
   [[nodiscard]] Stream inside_task() const;
 
-  // UsageError while a CUDA graph is captured from a borrowed stream; every other call says so,
-  // too.
+  // Throws UsageError while a CUDA graph is being captured from a borrowed stream. Every other call
+  // does the same.
   void require_no_capture() const { queue_->require_no_capture(); }
 
   [[nodiscard]] Device device() const { return queue_->device(); }

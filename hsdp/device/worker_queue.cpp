@@ -20,7 +20,8 @@ struct Item {
   std::shared_ptr<HostEvent> event;  // or this, finished even after an error
 };
 
-// Signals are for the application's threads: the thread starts with all of them blocked.
+// Blocks all signals while the thread is started, so that it inherits the mask: signals are for the
+// application's threads.
 class AllSignalsBlocked {
  public:
   AllSignalsBlocked() {
@@ -44,7 +45,7 @@ struct WorkerQueue::State {
   std::deque<Item> items;
   bool busy = false;  // an item is out of the queue but not done
   bool closing = false;
-  std::exception_ptr error;  // the first one; set: tasks are dropped
+  std::exception_ptr error;  // the first error; once set, tasks are dropped
 };
 
 WorkerQueue::WorkerQueue(const std::string& thread_name) : state_(std::make_shared<State>()) {
@@ -86,7 +87,7 @@ void WorkerQueue::work(State& state) {
         error = std::current_exception();
       }
     }
-    item = {};  // what the task holds dies before the next task, and outside the lock
+    item = {};  // destroy what the task holds before the next task, and outside the lock
     lock.lock();
     if (!state.error) state.error = std::move(error);
     state.busy = false;

@@ -1,7 +1,7 @@
-// The host queue with a thread of its own. Internal to hsdp/device.
+// The host queue with a thread. Internal to hsdp/device.
 //
-// Thread-safe. The destructor drains the queue and joins; when the last reference dies in one of
-// its own tasks, the thread drains the queue and ends by itself.
+// Thread-safe. The destructor drains the queue and joins. If one of the queue's own tasks drops the
+// last reference, the thread drains the queue and then ends by itself.
 #pragma once
 
 #include <memory>
@@ -22,7 +22,7 @@ class WorkerQueue : public Stream::Queue {
   void run(std::function<void()> task) override;
   Event record() override;
   void wait(const Event& event) override;
-  void synchronize() override;  // from one of its own tasks: UsageError
+  void synchronize() override;  // UsageError when called from one of the queue's own tasks
   [[nodiscard]] Device device() const override { return {}; }
 
  private:

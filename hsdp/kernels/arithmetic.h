@@ -1,4 +1,4 @@
-// What the kernels do to one element, in one place for the host and CUDA
+// What the kernels do to one element; the host and CUDA share this code
 // [Note: one source for host and device].
 //
 //   t      = sum of the decoded rows               the caller's loop, ascending rank
@@ -33,8 +33,8 @@ HSDP_HOST_DEVICE constexpr float power_of_two(int exponent) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(exponent + 127) << 23);
 }
 
-// The conversions of dtype.h. A GPU has instructions for those of f16 and for rounding to bf16:
-// same bits, but for NaN.
+// The conversions of dtype.h. For f16, and for rounding to bf16, a GPU uses instructions that give
+// the same bits except for NaN.
 HSDP_HOST_DEVICE inline float decode_f16(std::uint16_t bits) {
 #if defined(__CUDA_ARCH__)
   float value;
@@ -55,7 +55,7 @@ HSDP_HOST_DEVICE inline std::uint16_t encode_f16(float value) {
 #endif
 }
 
-// Two in a word, `low` at the lower address.
+// Two bf16 values in a word, `low` at the lower address.
 HSDP_HOST_DEVICE inline std::uint32_t encode_two_bf16(float low, float high) {
 #if defined(__CUDA_ARCH__)
   std::uint32_t bits;
@@ -83,7 +83,7 @@ HSDP_HOST_DEVICE inline float decode(const void* row, std::int64_t index, Dtype 
   return dtype == Dtype::kBf16 ? to_float(Bf16{bits}) : decode_f16(bits);
 }
 
-// The same, or one of f64.
+// Like decode(), but also takes f64.
 HSDP_HOST_DEVICE inline double decode_wide(const void* row, std::int64_t index, Dtype dtype) {
   if (dtype != Dtype::kF64) return decode(row, index, dtype);
   double value = 0.0;
@@ -100,19 +100,19 @@ HSDP_HOST_DEVICE inline void encode(float value, void* row, std::int64_t index, 
   std::memcpy(static_cast<char*>(row) + index * 2, &bits, 2);
 }
 
-// What `value` is after a trip through `dtype`.
+// `value` converted to `dtype` and back.
 HSDP_HOST_DEVICE inline float rounded_through(float value, Dtype dtype) {
   if (dtype == Dtype::kBf16) return to_float(to_bf16(value));
   if (dtype == Dtype::kF16) return decode_f16(encode_f16(value));
   return value;
 }
 
-// A row's element as its peers see it: `wire` is kF32 when it travels as it is.
+// A row's element as the other ranks receive it; with `wire` kF32 it travels unchanged.
 HSDP_HOST_DEVICE inline float as_sent(float value, float send_scale, Dtype wire) {
   return wire == Dtype::kF32 ? value : rounded_through(value * send_scale, wire);
 }
 
-// From the sum of the rows to the result; `add` counts only with `has_add`.
+// Computes the result from the sum of the rows; `add` counts only if `has_add`.
 HSDP_HOST_DEVICE inline float finish(float sum, bool has_add, float add,
                                      const ElementSteps& steps) {
   float t = sum * steps.sum_scale;
@@ -121,11 +121,11 @@ HSDP_HOST_DEVICE inline float finish(float sum, bool has_add, float add,
     t = rounded_through(t * steps.total_scale, steps.total_dtype);
   }
   t = t * steps.result_scale;
-  if (steps.divisor != 1.0F) t = t / steps.divisor;  // worth a branch: the rest is bandwidth
+  if (steps.divisor != 1.0F) t = t / steps.divisor;  // worth a branch: bandwidth is the limit
   return t * steps.multiplier;
 }
 
-// finish() of an f64 element.
+// finish() for an f64 element.
 HSDP_HOST_DEVICE inline double finish_wide(double sum, bool has_add, double add, double divisor,
                                            double multiplier) {
   double t = has_add ? add + sum : sum;
@@ -138,8 +138,8 @@ HSDP_HOST_DEVICE constexpr std::uint32_t magnitude_bits(float value) {
   return std::bit_cast<std::uint32_t>(value) & 0x7fffffffU;
 }
 
-// The smallest magnitude that is infinite (or NaN) once it is rounded to `dtype`; of f64, whose
-// passes return kNonfinite or 0, kNonfinite.
+// The smallest magnitude that becomes infinite (or NaN) when rounded to `dtype`. For f64, whose
+// passes return kNonfinite or 0, it is kNonfinite.
 constexpr std::uint32_t kNonfinite = 0x7f800000U;
 HSDP_HOST_DEVICE constexpr std::uint32_t nonfinite_magnitude(Dtype dtype) {
   if (dtype == Dtype::kF16) return 0x477ff000U;   // 65520

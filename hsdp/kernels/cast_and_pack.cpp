@@ -18,17 +18,17 @@ namespace {
 
 constexpr const char* kCastAndPack = "cast_and_pack";
 constexpr std::int64_t kLineBytes = 64;
-constexpr std::int64_t kLongRunBytes = 2048;  // packed from where it lies
-constexpr std::int64_t kTileBytes = 131072;   // stays in an L2 cache
-constexpr std::int64_t kTileRowBytes = 2048;  // then a column holds a cache line or more
+constexpr std::int64_t kLongRunBytes = 2048;  // longer runs are packed in place
+constexpr std::int64_t kTileBytes = 131072;   // fits in an L2 cache
+constexpr std::int64_t kTileRowBytes = 2048;  // a column then fills at least one cache line
 constexpr std::int64_t kTilePadding = kTileBytes / kTileRowBytes * kLineBytes;
 
 struct alignas(64) Tile {
   std::array<std::byte, kTileBytes + kTilePadding> bytes;
 };
 
-// The pass over elements [position, position + count) of the window, read from `source` (nullptr:
-// zeros) to `out`, both of which must outlive it.
+// The pass over elements [position, position + count) of the window, from `source` (nullptr: zeros)
+// to `out`. Both must outlive it.
 RowPass pass_of(const CastAndPack& args, const void* const& source, void* const& out,
                 std::int64_t position) {
   RowPass pass;
@@ -52,7 +52,7 @@ void* output_at(const CastAndPack& args, std::int64_t position) {
          position * static_cast<std::int64_t>(size_bytes(args.out_dtype));
 }
 
-// The first half of a pack with a base: what joins it, unrounded.
+// The first half of a pack with a base: `add` and the gradient, unrounded.
 RowPass pass_before_base(const CastAndPack& args, const void* const& source, void* const& sums,
                          std::int64_t position) {
   RowPass pass = pass_of(args, source, sums, position);
@@ -71,7 +71,7 @@ RowPass pass_onto_base(const CastAndPack& args, const void* const& sums, void* c
   return pass;
 }
 
-// In pieces, which stay in an L1 cache between the halves.
+// Works in pieces that stay in an L1 cache between the two halves.
 void pack_run_with_base(const CastAndPack& args, const std::byte* source, std::int64_t position,
                         std::int64_t count) {
   constexpr std::int64_t kPiece = 2048;
@@ -125,7 +125,7 @@ struct TileShape {
     const std::int64_t line = kLineBytes / element_bytes;
     columns = std::min(panel.columns, panel.rows == 1 ? most : kTileRowBytes / element_bytes);
     one_run = columns == panel.columns && (panel.row_distance == columns || panel.rows == 1);
-    // Rows a power of two apart would share a few sets of the cache.
+    // Rows a power of two apart would compete for a few cache sets.
     stride = !one_run && columns * element_bytes == kTileRowBytes ? columns + line : columns;
     rows = most / columns;
     if (rows > line) rows -= rows % line;
@@ -137,7 +137,7 @@ struct TileShape {
   bool one_run;  // a tile is contiguous in the output
 };
 
-// Gathers the panel tile by tile, and packs from there.
+// Gathers the panel tile by tile and packs each tile.
 void pack_panel(const CastAndPack& args, const Panel& panel) {
   const StridedView& view = *args.gradient;
   const auto element_bytes = static_cast<std::int64_t>(size_bytes(view.dtype));

@@ -1,13 +1,13 @@
-// Gradients of any dense strides -> contiguous elements of a bucket, in one pass.
+// Packs gradients of any dense strides into contiguous elements of a bucket, in one pass.
 //
 //   v   = decode(gradient[begin + i])         row-major logical order
 //   v   = decode(add[i]) + v                  when `add` is given (fp32 addition)
 //   v   = base[i] + v                         when `base` is given, too
 //   out = round(v * 2^-exponent, out_dtype)
 //
-// f64 takes the same steps in fp64, without an exponent, and is then the dtype of all of these.
-// With `add == out` this is local accumulation. Rounds once, to nearest even. `add` and `base` may
-// alias `out` exactly.
+// An f64 gradient takes the same steps in fp64 without an exponent; all operands are then f64. With
+// `add == out` this is local accumulation. Rounds once, to nearest even. `add` and `base` may alias
+// `out` exactly.
 #pragma once
 
 #include <cstdint>
@@ -33,9 +33,9 @@ struct CastAndPack {
 
 // On the calling thread, in host memory.
 void cast_and_pack(const CastAndPack& args);
-// UsageError when the kernels of its device cannot take such a gradient.
+// Throws UsageError if the device's kernels cannot take this gradient.
 void require_packable(const StridedView& gradient);
-// UsageError where its arguments cannot be right.
+// Throws UsageError for invalid arguments.
 void check(const CastAndPack& args);
 void cast_and_pack_reference(const CastAndPack& args);
 // Inside a task of `stream`, in memory of its device [Note: kernels on a stream].

@@ -8,7 +8,7 @@
 namespace hsdp::kernels {
 namespace {
 
-// Through pointers that the compiler cannot see through: see DefaultFloatEnvironment.
+// Opaque to the compiler: see DefaultFloatEnvironment.
 double (*volatile sum_on_host)(const double*, std::int64_t) = ordered_sum;
 void (*volatile factor_on_host)(const ClipFactor&) = compute_clip_factor;
 

@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(Block::kThreads, Body::kResident)
   body(Block(blockIdx.x, gridDim.x), shared);
 }
 
-// As many blocks as fit on the device at once, fewer when there is less work: the bodies loop.
+// As many blocks as fit on the device at once.
 template <class Body>
 std::int64_t most_blocks(Device device) {
   int processors = 0;
@@ -32,12 +32,12 @@ std::int64_t most_blocks(Device device) {
   return std::max(1, blocks) * static_cast<std::int64_t>(processors);
 }
 
-// `blocks` is how many the work could use.
+// `blocks` is how many blocks the work could use; the bodies loop when fewer are launched.
 template <class Body>
 void launch(const Body& body, std::int64_t blocks, const Stream& stream) {
   static_assert(sizeof(Body) <= 4096, "the arguments of a kernel");
   const OnCudaDevice current(stream.device());
-  // GPUs of one machine are alike: what was found on one holds for all.
+  // The GPUs of a machine are alike: one GPU's limit holds for all.
   static const std::int64_t most = most_blocks<Body>(stream.device());
   const auto grid = static_cast<unsigned>(std::clamp<std::int64_t>(blocks, 1, most));
   Body argument = body;
@@ -47,7 +47,7 @@ void launch(const Body& body, std::int64_t blocks, const Stream& stream) {
              stream.device(), "start a kernel");
 }
 
-// The blocks that give each thread one of `items`.
+// How many blocks give each thread one of `items`.
 inline std::int64_t blocks_for(std::int64_t items) {
   return (items + Block::kThreads - 1) / Block::kThreads;
 }

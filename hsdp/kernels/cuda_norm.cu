@@ -47,7 +47,7 @@ void find(ConstTensorView values, std::atomic<std::uint32_t>* nonfinite, const S
 
 }  // namespace
 
-// Level by level, all items at once; the sums of each level lie behind those of the one before.
+// Runs level by level, all items at once. The sums of each level follow those of the previous one.
 void squared_norms_on_device(std::span<const SquaredNorm> norms, const Stream& stream) {
   if (norms.empty()) return;
   const Scratch scratch(squared_norms_scratch(norms), stream);

@@ -32,7 +32,7 @@ void pack_list(const PackKind& kind, std::span<const PackItem> items, const Stre
   launch(body, body.unit_count, stream);
 }
 
-// Of f64, whose scale is 1.
+// For f64, whose scale is 1.
 WidePassBody<double> wide_pack(const void* gradient, const void* add, const void* base, void* out,
                                std::int64_t count) {
   WidePassBody<double> body;

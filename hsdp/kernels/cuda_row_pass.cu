@@ -63,7 +63,7 @@ void sum_integers_on_device(const SumRows& args, const Stream& stream) {
   if (args.count == 0) return;
   RowPass pass;
   pass.rows = args.rows;
-  pass.row_dtype = pass.out_dtype = Dtype::kF64;  // of as many bytes
+  pass.row_dtype = pass.out_dtype = Dtype::kF64;  // the same element size
   pass.outs = args.outs;
   pass.count = args.count;
   run_wide<std::uint64_t>(pass, nullptr, stream);  // i64 wraps

@@ -1,7 +1,5 @@
-// The threads of one CUDA block, as the bodies of kernels see them.
-//
-// On the host the same calls are loops over the threads, so that tests run the very bodies that a
-// GPU runs. Internal to hsdp/kernels.
+// The threads of one CUDA block, as kernel bodies see them. On the host the same calls loop over
+// the threads, so that tests run the same bodies as a GPU. Internal to hsdp/kernels.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +14,7 @@ class Block {
 
   HSDP_HOST_DEVICE Block(std::int64_t index, std::int64_t count) : index_(index), count_(count) {}
 
-  // Runs visit(thread) for every thread; all of them are done when it returns.
+  // Runs visit(thread) for every thread; all have finished when it returns.
   template <class Visit>
   HSDP_HOST_DEVICE void each_thread(const Visit& visit) const {
 #if defined(__CUDA_ARCH__)
@@ -27,11 +25,11 @@ class Block {
 #endif
   }
 
-  // Sets `flag` to 1 when `raised`. Called by all threads of a warp together.
+  // Sets `flag` to 1 if `raised`. All threads of a warp must call it together.
   HSDP_HOST_DEVICE void raise(bool raised, std::uint32_t* flag) const {
     if (flag == nullptr) return;
 #if defined(__CUDA_ARCH__)
-    // One write a warp: the word lies in the host's memory.
+    // One write per warp: the word lies in host memory.
     const bool any = __any_sync(0xffffffffU, raised) != 0;
     if (any && threadIdx.x % 32 == 0) set(flag);
 #else
@@ -39,7 +37,7 @@ class Block {
 #endif
   }
 
-  // A word in the host's memory, which others may be writing or reading.
+  // `flag` lies in host memory; other threads may be reading or writing it.
   HSDP_HOST_DEVICE void set(std::uint32_t* flag) const {
 #if defined(__CUDA_ARCH__)
     *static_cast<volatile std::uint32_t*>(flag) = 1;
@@ -55,7 +53,7 @@ class Block {
 #endif
   }
 
-  // Several threads may do so to one shared word.
+  // Raises *most, a word in shared memory, to at least `value`. Several threads may do so at once.
   HSDP_HOST_DEVICE void raise_to(std::uint32_t value, std::uint32_t* most) const {
 #if defined(__CUDA_ARCH__)
     atomicMax(most, value);
@@ -81,7 +79,7 @@ class Block {
 
   [[nodiscard]] HSDP_HOST_DEVICE std::int64_t index() const { return index_; }
   [[nodiscard]] HSDP_HOST_DEVICE std::int64_t count() const { return count_; }
-  // Of `thread` among the threads of all blocks, and how many those are.
+  // The rank of `thread` among the threads of all blocks, and the number of those threads.
   [[nodiscard]] HSDP_HOST_DEVICE std::int64_t rank(int thread) const {
     return index_ * kThreads + thread;
   }

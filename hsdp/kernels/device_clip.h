@@ -1,4 +1,4 @@
-// What the kernels that clip by a norm compute, on the host too. Internal to hsdp/kernels.
+// What the clipping kernels compute, also on the host. Internal to hsdp/kernels.
 #pragma once
 
 #include <bit>
@@ -11,7 +11,7 @@
 
 namespace hsdp::kernels {
 
-// One thread: the order is what counts, and there are as many values as parameters.
+// One thread is enough: the order matters, and there is only one value per parameter.
 HSDP_HOST_DEVICE inline double ordered_sum(const double* values, std::int64_t count) {
   constexpr int kAtOnce = 8;
   double sum = 0.0;
@@ -35,7 +35,7 @@ HSDP_HOST_DEVICE inline void compute_clip_factor(const ClipFactor& args) {
 }
 
 struct OrderedSumBody {
-  static constexpr int kResident = 1;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 1;  // minimum blocks per multiprocessor
   struct Shared {};
 
   const double* values = nullptr;
@@ -69,7 +69,7 @@ struct ScaleByBody {
 
   float* values = nullptr;
   std::int64_t count = 0;
-  std::int64_t head = 0;           // elements before the first that lies aligned
+  std::int64_t head = 0;           // elements before the first aligned one
   const double* factor = nullptr;  // rounded to fp32
 
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {

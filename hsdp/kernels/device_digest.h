@@ -8,9 +8,9 @@
 
 namespace hsdp::kernels {
 
-constexpr std::int64_t kDigestBytes = 8;  // at one place
+constexpr std::int64_t kDigestBytes = 8;  // per place
 
-// One-to-one in `word`.
+// A bijection in `word`.
 HSDP_HOST_DEVICE inline std::uint64_t digest_of_word(std::uint64_t word, std::uint64_t place) {
   std::uint64_t mixed = word + (place + 1) * 0x9e3779b97f4a7c15U;
   mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9U;
@@ -18,7 +18,7 @@ HSDP_HOST_DEVICE inline std::uint64_t digest_of_word(std::uint64_t word, std::ui
   return mixed ^ (mixed >> 31);
 }
 
-// At a place that the end of the memory cuts: as if zeros came behind it.
+// The word at the last place, padded with zeros past the end of the memory.
 HSDP_HOST_DEVICE inline std::uint64_t last_digest_word(const char* data, std::int64_t bytes) {
   std::uint64_t word = 0;
   for (std::int64_t i = 0; i < bytes; ++i) {
@@ -28,7 +28,7 @@ HSDP_HOST_DEVICE inline std::uint64_t last_digest_word(const char* data, std::in
 }
 
 struct DigestBody {
-  static constexpr int kResident = 4;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 4;  // minimum blocks per multiprocessor
   static constexpr int kAtOnce = 4;
   static constexpr std::int64_t kPartBytes = 2 * kDigestBytes;
   struct Shared {

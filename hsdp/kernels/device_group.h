@@ -1,5 +1,5 @@
-// Groups of eight elements: what one thread of a kernel reads and writes at once, by accesses of 16
-// bytes where the address allows it. Addresses are multiples of an element. Internal to
+// Groups of eight elements: what one thread of a kernel reads and writes at once, in accesses of 16
+// bytes where the address allows. Addresses are multiples of the element size. Internal to
 // hsdp/kernels.
 #pragma once
 
@@ -8,10 +8,10 @@
 
 #include "hsdp/kernels/arithmetic.h"
 
-// Before a loop over a thread's registers, which have no address: every index must be a constant.
+// For loops over a thread's registers: they have no address, so indices must be constants.
 #if defined(__CUDA_ARCH__)
 #define HSDP_UNROLL _Pragma("unroll")
-// Before a loop whose rounds are to overlap, so many at a time.
+// Lets `rounds` iterations of the loop overlap.
 #define HSDP_UNROLL_BY(rounds) HSDP_PRAGMA(unroll rounds)
 #define HSDP_PRAGMA(words) _Pragma(#words)
 #else
@@ -29,8 +29,8 @@ HSDP_HOST_DEVICE constexpr int gradient_bytes(Dtype dtype) {
   return dtype == Dtype::kF32 ? 4 : 2;
 }
 
-// Of `count` elements at `data`, how many come before the first one on kAccessBytes; 0 where none
-// can lie there.
+// How many of the `count` elements at `data` come before the first one aligned to kAccessBytes; 0
+// if none can be aligned.
 HSDP_HOST_DEVICE inline std::int64_t elements_to_alignment(const void* data, int element_bytes,
                                                            std::int64_t count) {
   const auto past = static_cast<int>(reinterpret_cast<std::uintptr_t>(data) % kAccessBytes);
@@ -44,7 +44,7 @@ struct alignas(16) RawBytes {
   std::uint32_t words[kBytes / 4];
 };
 
-// They may alias whatever lies in memory.
+// May alias any object.
 struct __attribute__((may_alias, aligned(16))) AccessOf16 {
   std::uint32_t words[4];
 };
@@ -55,7 +55,7 @@ struct __attribute__((may_alias)) AccessOf2 {
   std::uint16_t half;
 };
 
-// Copies kBytes by accesses of one width; both addresses are multiples of it.
+// Copies kBytes in accesses of one width; both addresses must be multiples of it.
 template <class Access, int kBytes>
 HSDP_HOST_DEVICE inline void move_bytes(const void* from, void* to) {
   HSDP_UNROLL
@@ -64,9 +64,9 @@ HSDP_HOST_DEVICE inline void move_bytes(const void* from, void* to) {
   }
 }
 
-// One end is registers; `memory` decides on the width. In passes over whole arrays all threads of a
-// grid take the same branch, since they lie multiples of 16 bytes apart. A host needs no widths,
-// and its compiler may take branches that differ in alignment only for the same.
+// One end is registers; the address of `memory` decides the width. In passes over whole arrays all
+// threads of a grid take the same branch, since their addresses are multiples of 16 bytes apart.
+// The host needs no widths, and its compiler may merge branches that differ only in alignment.
 template <int kBytes>
 HSDP_HOST_DEVICE inline void move_group(const void* from, void* to,
                                         [[maybe_unused]] const void* memory) {
@@ -96,7 +96,6 @@ HSDP_HOST_DEVICE inline void store_raw(const RawBytes<kBytes>& raw, void* to) {
   move_group<kBytes>(raw.words, to, to);
 }
 
-// Element `i` of a group, as its bits.
 template <int kElementBytes>
 HSDP_HOST_DEVICE inline std::uint32_t bits_in(const std::uint32_t* words, int i) {
   if constexpr (kElementBytes == 4) {
@@ -134,7 +133,6 @@ HSDP_HOST_DEVICE inline void* at_element(void* data, std::int64_t i, Dtype dtype
   return static_cast<char*>(data) + i * gradient_bytes(dtype);
 }
 
-// The group that begins at `from`, and the group to `to`.
 HSDP_HOST_DEVICE inline Group load_group(const void* from, Dtype dtype) {
   if (dtype == Dtype::kF32) return decode_raw<4>(load_raw<32>(from), dtype);
   return decode_raw<2>(load_raw<16>(from), dtype);

@@ -1,6 +1,6 @@
-// What a GPU build provides behind the kernels, called inside a task of a CUDA stream: everything
-// is enqueued, nothing waits. no_device_kernels.cpp takes its place in a build without CUDA, where
-// no such stream can exist. Arguments are already checked. Internal to hsdp/kernels.
+// What a GPU build provides behind the kernels. Called inside a task of a CUDA stream: everything
+// is enqueued and nothing waits. In a build without CUDA, where no such stream can exist,
+// no_device_kernels.cpp replaces it. Arguments are already checked. Internal to hsdp/kernels.
 #pragma once
 
 #include <atomic>
@@ -18,18 +18,18 @@
 
 namespace hsdp::kernels {
 
-// run(); `nonfinite` (or nullptr) is set when a result is not finite once it is rounded.
+// run(). Sets `nonfinite`, unless it is nullptr, if a result is not finite after rounding.
 void run_on_device(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite,
                    const Stream& stream);
 
-// cast_and_pack() of at most kMostPackItems gradients that are contiguous; sets their first_unit.
+// cast_and_pack() of at most kMostPackItems contiguous gradients; sets their first_unit.
 void pack_list_on_device(const PackKind& kind, std::span<const PackItem> items,
                          const Stream& stream);
 
-// cast_and_pack() of a gradient that is not contiguous.
+// cast_and_pack() of a non-contiguous gradient.
 void pack_on_device(const CastAndPack& args, const Stream& stream);
 
-// sum_rows() of i64.
+// sum_rows() for i64.
 void sum_integers_on_device(const SumRows& args, const Stream& stream);
 
 void squared_norms_on_device(std::span<const SquaredNorm> norms, const Stream& stream);

@@ -1,4 +1,4 @@
-// Lists of things that one launch works on, in the arguments of a kernel. Internal to hsdp/kernels.
+// Lists of the items of one launch, passed as kernel arguments. Internal to hsdp/kernels.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace hsdp::kernels {
 
-// The work of a launch is cut into units, which a block takes on at once, numbered over all items.
-// The last item whose first unit is not after that one.
+// A launch is cut into units, numbered over all items; a block takes one unit at a time. Returns
+// the item that `unit` belongs to: the last one whose first unit is not after it.
 template <class Item>
 [[nodiscard]] HSDP_HOST_DEVICE const Item& item_of(const Item* items, int count,
                                                    std::uint32_t unit) {

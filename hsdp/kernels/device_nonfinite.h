@@ -1,5 +1,4 @@
-// The bodies of the CUDA kernels that look for NaN and infinity, and say so. Internal to
-// hsdp/kernels.
+// The bodies of the CUDA kernels that detect and report NaN and infinity. Internal to hsdp/kernels.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +10,7 @@ namespace hsdp::kernels {
 
 template <int kElementBytes>
 struct NonfiniteBody {
-  static constexpr int kResident = 4;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 4;  // minimum blocks per multiprocessor
   static constexpr int kElements = 16 / kElementBytes;
   static constexpr int kAtOnce = 4;
   struct Shared {};
@@ -19,7 +18,7 @@ struct NonfiniteBody {
   const char* values = nullptr;
   Dtype dtype = Dtype::kF32;
   std::int64_t count = 0;
-  std::int64_t head = 0;  // elements before the first that lies aligned
+  std::int64_t head = 0;  // elements before the first aligned one
   std::uint32_t* nonfinite = nullptr;
 
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {
@@ -83,7 +82,7 @@ struct IndicateBody {
 struct PoisonBody {
   static constexpr unsigned char kByte = 0xff;  // NaN in every float format
   static constexpr int kResident = 1;
-  static constexpr std::int64_t kBlocks = 32;  // each reads the word through the bus
+  static constexpr std::int64_t kBlocks = 32;  // each reads the word over the bus
   struct Shared {};
 
   const std::uint32_t* word = nullptr;

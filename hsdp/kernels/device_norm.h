@@ -11,7 +11,7 @@
 
 namespace hsdp::kernels {
 
-// One access of a thread: elements of one row of 16 lanes.
+// What a thread accesses at once: elements of one row of 16 lanes.
 template <int kElementBytes>
 struct LanePart {
   static constexpr int kLanes = 16 / kElementBytes;
@@ -20,22 +20,22 @@ struct LanePart {
 
 struct NormItem {
   const char* values = nullptr;
-  double* sums = nullptr;  // of its chunks
+  double* sums = nullptr;  // one per chunk
   std::int64_t count = 0;
   std::uint32_t first_unit = 0;
 };
 
-constexpr int kMostNormItems = 120;  // with the rest, within the 4 KiB of a kernel's arguments
+constexpr int kMostNormItems = 120;  // keeps all arguments of a kernel within 4 KiB
 
-// For each item, sums[c] = the sum of chunk c: of squares of gradient elements, or of fp64 sums as
-// they are, which have the dtype kF64 and no `squares`.
+// For each item, sums[c] = the sum of chunk c: the squares of gradient elements, or plain fp64
+// sums, whose dtype is kF64 and which have no `squares`.
 template <int kElementBytes>
 struct ChunkSumBody {
-  static constexpr int kResident = 2;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 2;  // minimum blocks per multiprocessor
   using Part = LanePart<kElementBytes>;
-  static constexpr int kChunks = Block::kThreads / Part::kThreadsAChunk;  // a block at once
-  static constexpr int kPitch = static_cast<int>(kNormLaneCount) + 1;     // no bank twice
-  // Sums of sums keep few threads busy, which then wait for memory more than for anything else.
+  static constexpr int kChunks = Block::kThreads / Part::kThreadsAChunk;  // of a block at once
+  static constexpr int kPitch = static_cast<int>(kNormLaneCount) + 1;     // avoids bank conflicts
+  // Sums of sums keep few threads busy, and these mostly wait for memory.
   static constexpr int kAtOnce = kElementBytes == 8 ? 16 : 8;
   static constexpr int kRows = static_cast<int>(kNormChunkElements / kNormLaneCount);
   struct Shared {
@@ -86,7 +86,7 @@ struct ChunkSumBody {
     }
   }
 
-  // The lanes from `begin` on, over the rows of its chunk.
+  // Sums the lanes from `begin` on, over the rows of its chunk.
   HSDP_HOST_DEVICE void sum_lanes(const NormItem& item, std::int64_t begin, double* lanes) const {
     double total[Part::kLanes] = {};
     const std::int64_t left = item.count - begin;  // row k is whole when k * 16 + kLanes <= left
@@ -113,7 +113,7 @@ struct ChunkSumBody {
     for (int lane = 0; lane < Part::kLanes; ++lane) lanes[lane] = total[lane];
   }
 
-  // The row at `begin` that the end of the values cuts.
+  // Adds the row at `begin`, which the end of the values cuts short.
   HSDP_HOST_DEVICE void add_rest(const NormItem& item, std::int64_t begin, double* total) const {
     HSDP_UNROLL
     for (int lane = 0; lane < Part::kLanes; ++lane) {

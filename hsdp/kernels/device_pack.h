@@ -1,5 +1,4 @@
-// The bodies of the CUDA kernels that pack gradients which are not contiguous. Internal to
-// hsdp/kernels.
+// The bodies of the CUDA kernels that pack non-contiguous gradients. Internal to hsdp/kernels.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +9,7 @@
 
 namespace hsdp::kernels {
 
-// Divides by 32 bits where that is enough: a GPU has no instruction for 64.
+// Divides in 32 bits where they are enough: a GPU has no 64-bit divide instruction.
 struct Division {
   HSDP_HOST_DEVICE Division(std::int64_t dividend, std::int64_t divisor) {
     if (((dividend | divisor) >> 32) == 0) {
@@ -36,13 +35,13 @@ HSDP_HOST_DEVICE inline float load_element(const void* address, Dtype dtype) {
   }
 }
 
-// Each thread finds where its elements lie: for gradients whose innermost elements are the closest.
+// Each thread locates its elements. For gradients whose innermost stride is the smallest.
 template <int kElementBytes>
 struct GatherBody {
-  static constexpr int kResident = 4;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 4;  // minimum blocks per multiprocessor
   struct Shared {};
 
-  DevicePass pass;  // of the window; row_dtype: of the gradient
+  DevicePass pass;  // covers the window; row_dtype is the gradient's
   const char* gradient = nullptr;
   GatherPlan plan;
 
@@ -55,7 +54,7 @@ struct GatherBody {
   }
 
  private:
-  // Element `index` counted over all dimensions but the last.
+  // Row `index`, counted over all dimensions but the last.
   [[nodiscard]] HSDP_HOST_DEVICE const char* row(std::int64_t index) const {
     std::int64_t offset = 0;
     for (int d = plan.dimension_count - 2; d >= 0; --d) {

@@ -23,19 +23,19 @@ struct PackKind {
 struct PackItem {
   const void* gradient = nullptr;  // nullptr: zeros
   const void* add = nullptr;       // nullptr: nothing
-  const void* base = nullptr;      // as `add`
+  const void* base = nullptr;      // nullptr: nothing
   void* out = nullptr;
   std::uint32_t count = 0;
   std::uint32_t first_unit = 0;
 };
 
-constexpr int kMostPackItems = 99;  // with the rest, within the 4 KiB of a kernel's arguments
+constexpr int kMostPackItems = 99;  // keeps all arguments of a kernel within 4 KiB
 
 template <int kElementBytes>
 struct PackListBody {
-  static constexpr int kResident = 4;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 4;  // minimum blocks per multiprocessor
   struct Shared {};
-  static constexpr int kAtOnce = 8 / kElementBytes;  // groups that a thread has in flight
+  static constexpr int kAtOnce = 8 / kElementBytes;  // groups in flight per thread
   static constexpr int kUnitGroups = kAtOnce * Block::kThreads;
 
   PackKind kind;

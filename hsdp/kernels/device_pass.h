@@ -1,5 +1,5 @@
-// RowPass in the form that a CUDA kernel takes as its argument, and its last steps for a group or
-// an element. Internal to hsdp/kernels.
+// RowPass as the argument of a CUDA kernel, and its last steps for a group or an element. Internal
+// to hsdp/kernels.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 namespace hsdp::kernels {
 
 constexpr int kMostOuts = 8;
-constexpr int kMostListedRows = 400;  // with the rest, within the 4 KiB of a kernel's arguments
+constexpr int kMostListedRows = 400;  // keeps all arguments of a kernel within 4 KiB
 
-// Rows at equal distances, of any number; or any addresses.
+// EvenRows: any number of rows at equal distances. ListedRows: any addresses.
 struct EvenRows {
   const char* first = nullptr;
   std::int64_t distance = 0;  // bytes
@@ -29,13 +29,13 @@ struct DevicePass {
   float send_scale = 1.0F;
   const void* add = nullptr;
   Dtype add_dtype = Dtype::kF32;
-  const void* base = nullptr;  // f32: then the sums are those of the rows and `add`
+  const void* base = nullptr;  // f32; if set, the sums are those of the rows and `add`
   ElementSteps steps;
   void* outs[kMostOuts] = {};
   int out_count = 0;
   Dtype out_dtype = Dtype::kF32;
   std::int64_t count = 0;
-  std::int64_t head = 0;  // elements before the first group: the groups lie aligned
+  std::int64_t head = 0;  // elements before the first aligned group
   std::uint32_t* nonfinite = nullptr;
 
   [[nodiscard]] HSDP_HOST_DEVICE std::int64_t groups() const {
@@ -43,7 +43,7 @@ struct DevicePass {
   }
 };
 
-// Groups that cover all `count` elements: the first may begin before them and the last end after.
+// How many groups cover `count` elements: the outer ones may reach beyond them.
 HSDP_HOST_DEVICE inline std::int64_t groups_over(std::int64_t count) {
   return (count + std::int64_t{2} * kGroupElements - 2) / kGroupElements;
 }
@@ -51,7 +51,7 @@ HSDP_HOST_DEVICE inline std::int64_t group_begin(const DevicePass& pass, std::in
   return group * kGroupElements - (kGroupElements - pass.head) % kGroupElements;
 }
 
-// finish() of every element, without the steps that change nothing: the same for a whole grid.
+// finish() of every element. Skips steps that change nothing; the whole grid skips the same ones.
 HSDP_HOST_DEVICE inline Group finished(Group t, bool has_add, const Group& add,
                                        const ElementSteps& steps) {
   const auto scale = [&t](float factor) {
@@ -79,8 +79,8 @@ HSDP_HOST_DEVICE inline Group finished(Group t, bool has_add, const Group& add,
   return t;
 }
 
-// From the sums of the rows to the outputs, for the group or the element at `begin`; returns the
-// largest magnitude_bits() where there is a flag to set.
+// Computes the outputs from the sums of the rows, for the group or the element at `begin`. Returns
+// the largest magnitude_bits() if there is a flag to set.
 HSDP_HOST_DEVICE inline std::uint32_t finish_group(const DevicePass& pass, std::int64_t begin,
                                                    Group sums) {
   Group add{};

@@ -20,11 +20,11 @@ constexpr int kTileElements = kTileSide * kTileSide;
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-// The dimensions below which the window lies, the outermost cut to it.
+// The innermost dimensions that contain the window, the outermost of them cut to it.
 struct Window {
   std::vector<Dimension> dimensions;
-  std::int64_t source = 0;  // elements
-  std::int64_t begin = 0;   // in what is left
+  std::int64_t source = 0;  // in elements
+  std::int64_t begin = 0;   // relative to the remaining dimensions
 };
 
 Window cut_to_window(const StridedView& view, std::int64_t begin, std::int64_t count) {
@@ -43,7 +43,7 @@ Window cut_to_window(const StridedView& view, std::int64_t begin, std::int64_t c
   }
 }
 
-// The dimension whose elements lie closest together, when that is not the innermost one.
+// The dimension with the smallest stride, if that is not the innermost one.
 std::size_t closest(const std::vector<Dimension>& dimensions) {
   std::size_t best = dimensions.size() - 1;
   for (std::size_t i = 0; i + 1 < dimensions.size(); ++i) {
@@ -53,13 +53,13 @@ std::size_t closest(const std::vector<Dimension>& dimensions) {
   return best;
 }
 
-// Cells of a tile's column, padded so that no two columns lie in the same banks.
+// Cells of a tile's column, padded so that no two columns use the same banks.
 int pitch_of(int rows, int element_bytes) {
   if (element_bytes == 4) return rows | 1;
   return (((rows + 1) / 2) | 1) * 2;
 }
 
-// As many rows as make whole lines, and the rest in columns.
+// Takes as many rows as fill whole lines, and fills the tile with columns.
 void choose_tile(TransposePlan& plan, int element_bytes) {
   const auto columns = static_cast<int>(std::min<std::int64_t>(plan.columns, kTileSide));
   auto rows = static_cast<int>(std::min<std::int64_t>(plan.rows, kTileElements / columns));
@@ -145,7 +145,7 @@ DevicePass plan_pass(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite)
   plan.out_count = static_cast<int>(pass.outs.size());
   plan.out_dtype = pass.out_dtype;
   plan.count = pass.count;
-  // Whatever moves the most bytes lies aligned.
+  // Align the memory that moves the most bytes.
   plan.head = pass.rows.size() > 1
                   ? elements_to_alignment(pass.rows[0], gradient_bytes(pass.row_dtype), pass.count)
                   : elements_to_alignment(pass.outs[0], gradient_bytes(pass.out_dtype), pass.count);
@@ -200,7 +200,7 @@ EvenRows even_rows(std::span<const void* const> rows) {
   EvenRows even;
   if (rows.empty()) return even;
   even.first = static_cast<const char*>(rows[0]);
-  // As integers: the rows may lie in different allocations.
+  // Subtract as integers: the rows may lie in different allocations.
   if (rows.size() > 1) {
     even.distance = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(rows[1]) -
                                               reinterpret_cast<std::uintptr_t>(rows[0]));

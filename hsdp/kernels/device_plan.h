@@ -20,17 +20,17 @@ struct StridedDimension {
 };
 
 struct GatherPlan {
-  std::int64_t begin = 0;  // of the window, in logical order
+  std::int64_t begin = 0;  // start of the window, in logical order
   StridedDimension dimensions[kMostDimensions]{};
   int dimension_count = 1;
 };
 
-constexpr int kTileCells = 4352;  // 64 x 64 and the padding of 64 columns
+constexpr int kTileCells = 4352;  // 64 x 64, plus padding for 64 columns
 
 // Element (r, c) of a box lies at gradient + r * row_stride + c * column_stride, and is element
-// position + r * row_distance + c of the window; boxes repeat over the outer dimensions.
+// position + r * row_distance + c of the window. Boxes repeat over the outer dimensions.
 struct TransposePlan {
-  std::int64_t position = 0;  // of the first box; negative when it begins before the window
+  std::int64_t position = 0;  // of the first box; negative when the box begins before the window
   std::int64_t rows = 1;
   std::int64_t columns = 1;
   std::int64_t row_stride = 1;
@@ -47,33 +47,33 @@ struct TransposePlan {
   std::int64_t tile_count = 1;
 };
 
-// A gradient that is not contiguous.
+// The plan for a non-contiguous gradient.
 struct PackPlan {
   DevicePass pass;                 // without rows
-  const char* gradient = nullptr;  // of the first element of `tiles` or `gather`
+  const char* gradient = nullptr;  // the first element of `tiles` or `gather`
   bool tiled = false;
   TransposePlan tiles;
   GatherPlan gather;
 };
 
-// UsageError when it has more dimensions than a kernel takes.
+// Throws UsageError if the gradient has more dimensions than a kernel takes.
 [[nodiscard]] PackPlan plan_pack(const CastAndPack& args);
 
-// Without the rows. UsageError when there are more outputs than a kernel takes.
+// Leaves out the rows. Throws UsageError if there are more outputs than a kernel takes.
 [[nodiscard]] DevicePass plan_pass(const RowPass& pass, std::atomic<std::uint32_t>* nonfinite);
 
-// UsageError unless `data` lies on a multiple of an element: kernels move whole ones.
+// Throws UsageError unless `data` is aligned to its elements, which kernels access whole.
 void require_alignment(const void* data, Dtype dtype);
 
-// UsageError when a kernel does not take that many.
+// Throws UsageError if a kernel cannot take `count` dimensions.
 void require_dimensions(std::size_t count);
 
-// Bytes of a row that are read by less than kAccessBytes at a time, since groups begin where
-// elements of the other one lie aligned.
+// Bytes of `row` that are read in accesses of less than kAccessBytes: groups begin where elements
+// of `aligned` are aligned.
 [[nodiscard]] std::int64_t misaligned_bytes(const void* row, Dtype dtype, const void* aligned,
                                             Dtype aligned_dtype, std::int64_t count);
 
-// The rows as they go into a kernel. ListedRows: UsageError when there are too many.
+// The rows as kernel arguments. listed_rows() throws UsageError for too many rows.
 [[nodiscard]] bool lie_evenly(std::span<const void* const> rows);
 [[nodiscard]] EvenRows even_rows(std::span<const void* const> rows);
 [[nodiscard]] ListedRows listed_rows(std::span<const void* const> rows);

@@ -9,15 +9,15 @@
 
 namespace hsdp::kernels {
 
-// Adding anything to it gives that, to the bit: where a sum starts.
+// The start of a sum: kNothing + x is x, to the bit.
 constexpr float kNothing = -0.0F;
 
-// kSeveral: two rows or more; else one or none.
+// kSeveral: at least two rows; otherwise one or none.
 template <class Rows, int kRowBytes, bool kSeveral>
 struct RowPassBody {
-  static constexpr int kResident = kSeveral ? 2 : 3;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = kSeveral ? 2 : 3;  // minimum blocks per multiprocessor
   struct Shared {};
-  // Groups that a thread has in flight: of several rows, or of the only one.
+  // Groups in flight per thread: from several rows, or from the only one.
   static constexpr int kAtOnce = (kSeveral ? 16 : 8) / kRowBytes;
   using Raw = RawBytes<kRowBytes * kGroupElements>;
 

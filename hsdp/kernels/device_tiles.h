@@ -1,6 +1,6 @@
-// The body of the CUDA kernel that packs transposed gradients, channels_last ones among them: whole
-// lines are read along the rows into shared memory, and written along the columns
-// [Note: transposes]. Internal to hsdp/kernels.
+// The body of the CUDA kernel that packs transposed gradients, including channels_last. It reads
+// whole lines along the rows into shared memory and writes along the columns [Note: transposes].
+// Internal to hsdp/kernels.
 #pragma once
 
 #include <cstddef>
@@ -15,13 +15,13 @@ namespace hsdp::kernels {
 
 template <int kElementBytes>
 struct TileBody {
-  static constexpr int kResident = 4;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 4;  // minimum blocks per multiprocessor
   static constexpr int kCellsAWord = 4 / kElementBytes;
   struct Shared {
     std::uint32_t words[kTileCells / kCellsAWord];
   };
 
-  DevicePass pass;  // head: elements of the window before one that lies aligned
+  DevicePass pass;  // head: elements of the window before the first aligned one
   const char* gradient = nullptr;
   TransposePlan plan;
 
@@ -51,7 +51,7 @@ struct TileBody {
                                        pass.row_dtype);
   }
 
-  // Eight rows of a column at a time.
+  // Reads eight rows of a column at a time.
   HSDP_HOST_DEVICE void read(const Tile& tile, int thread, Shared& shared) const {
     const int chunks = (tile.rows + kGroupElements - 1) / kGroupElements;
     for (int unit = thread; unit < chunks * tile.columns; unit += Block::kThreads) {
@@ -62,7 +62,7 @@ struct TileBody {
           tile.source + (row * plan.row_stride + column * plan.column_stride) * kElementBytes;
       if (plan.row_stride == 1 && row + kGroupElements <= tile.rows) {
         const auto raw = load_raw<kElementBytes * kGroupElements>(source);
-        // The pitch is even for cells of two bytes: two of them make a word.
+        // The pitch is even for two-byte cells, so that two cells make a word.
         HSDP_UNROLL
         for (int k = 0; k < kGroupElements / kCellsAWord; ++k) {
           auto* const words = reinterpret_cast<AccessOf4*>(shared.words);
@@ -82,7 +82,7 @@ struct TileBody {
     }
   }
 
-  // Eight elements of a run at a time, which lie aligned in the output.
+  // Writes eight elements of a run at a time, aligned in the output.
   HSDP_HOST_DEVICE void write(const Tile& tile, int thread, const Shared& shared) const {
     const int runs = plan.one_run ? 1 : tile.rows;
     const int length = plan.one_run ? tile.rows * tile.columns : tile.columns;
@@ -94,7 +94,7 @@ struct TileBody {
       const std::int64_t past = (position - pass.head) % kGroupElements;
       const auto shift = static_cast<int>((past + kGroupElements) % kGroupElements);
       const int first = unit % groups * kGroupElements - shift;
-      const std::int64_t before = -position;  // elements of the run that the window leaves out
+      const std::int64_t before = -position;  // elements of the run outside the window
       const std::int64_t end = pass.count - position < length ? pass.count - position : length;
       if (first >= end || first + kGroupElements <= before) continue;
       const int start = first < 0 ? 0 : first;

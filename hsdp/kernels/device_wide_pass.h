@@ -1,5 +1,5 @@
-// The bodies of the CUDA kernels for f64 gradients, and for sums of i64: simple ones, as few train
-// in them. Internal to hsdp/kernels.
+// The bodies of the CUDA kernels for f64 gradients and i64 sums. They are simple, since few jobs
+// train in these types. Internal to hsdp/kernels.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +11,16 @@
 
 namespace hsdp::kernels {
 
-// rows -> sum -> finish_wide() -> outputs. T is how the sum is done.
+// rows -> sum -> finish_wide() -> outputs. T is the type of the sum.
 template <class T, class Rows = EvenRows>
 struct WidePassBody {
-  static constexpr int kResident = 1;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 1;  // minimum blocks per multiprocessor
   struct Shared {};
   Rows rows;
   int row_count = 0;                        // 0: the sum is zero
-  GatherPlan gather{.dimension_count = 0};  // of the first row, where it is not contiguous
+  GatherPlan gather{.dimension_count = 0};  // for the first row, if it is not contiguous
   const T* add = nullptr;
-  const T* base = nullptr;  // then the sums are those of the rows and `add`
+  const T* base = nullptr;  // if set, the sums are those of the rows and `add`
   double divisor = 1.0;
   double multiplier = 1.0;
   T* outs[kMostOuts] = {};

@@ -1,9 +1,9 @@
-// 64-bit digests of memory, to compare what ranks ought to have alike.
+// 64-bit digests of memory, for comparing values that should be equal on all ranks.
 //
-// The sum modulo 2^64 of a mix of each 8 bytes and their place. One bit that differs always changes
-// it, several do but for one case in 2^64, and it depends on no order of evaluation. Not for
-// memory that somebody changes on purpose. The mix is the finalizer of SplitMix64 (Steele, Lea and
-// Flood, "Fast splittable pseudorandom number generators", 2014).
+// The sum modulo 2^64 of a mix of each 8 bytes and their place. A change of one bit always changes
+// the digest, and a larger change does except in one case in 2^64. The digest does not depend on
+// the order of evaluation. It is no protection against deliberate changes. The mix is the finalizer
+// of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
 #pragma once
 
 #include <cstdint>
@@ -13,13 +13,13 @@
 
 namespace hsdp::kernels {
 
-// What `values` adds to a digest of several pieces, of which this one begins at `place`.
+// The contribution of `values` to a digest of several pieces, when this piece begins at `place`.
 [[nodiscard]] std::uint64_t digest(ConstTensorView values, std::uint64_t place = 0);
-// How many places that takes.
+// How many places `values` take.
 [[nodiscard]] std::uint64_t digest_places(ConstTensorView values);
 
-// *sum += digest(values, place) inside a task of `stream` [Note: kernels on a stream]. `sum` lies
-// in memory that the stream's device and the host reach, as a Buffer's in pinned memory.
+// *sum += digest(values, place) inside a task of `stream` [Note: kernels on a stream]. Both the
+// host and the stream's device must reach `sum`, for example in a Buffer of pinned memory.
 void add_digest(ConstTensorView values, std::uint64_t place, std::uint64_t* sum,
                 const Stream& stream);
 

@@ -1,5 +1,5 @@
-// Gives the kernels the default floating-point environment (nearest even, subnormals kept, no
-// traps) whatever the calling thread has set, and puts the caller's back.
+// Gives kernels the default floating-point environment (nearest even, subnormals kept, no traps)
+// whatever the calling thread has set, and restores the caller's afterwards.
 #pragma once
 
 #if defined(__SSE2__)
@@ -10,8 +10,8 @@
 
 namespace hsdp::kernels {
 
-// The arithmetic must be in another function, called while this is alive: a compiler may move
-// floating-point operations across a change of the control register, but not an opaque call.
+// Do the arithmetic in another function, called while this object is alive. A compiler may move
+// floating-point operations across a change of the control register, but not across an opaque call.
 class DefaultFloatEnvironment {
  public:
 #if defined(__SSE2__)

@@ -1,7 +1,7 @@
-// Included before any Highway header: the instruction sets that are worth their compile time.
+// Selects instruction sets worth their compile time. Include before any Highway header.
 //
-// SSSE3 machines run the baseline; the AVX-512 subsets that some versions of Highway add (bits 4, 6
-// and 7) gain nothing here; the kernels keep vectors in arrays, which scalable vectors cannot do.
+// SSSE3 machines run the baseline. The AVX-512 subsets that some versions of Highway add (bits 4, 6
+// and 7) gain nothing here. The kernels keep vectors in arrays; scalable vectors cannot do that.
 #pragma once
 
 #include <hwy/detect_compiler_arch.h>

@@ -76,7 +76,7 @@ double sum_squares(ConstTensorView values, SumChunks sum_chunks) {
   return tree.total();
 }
 
-// Through a pointer that the compiler cannot see through: see DefaultFloatEnvironment.
+// Opaque to the compiler: see DefaultFloatEnvironment.
 double (*volatile squares)(ConstTensorView, SumChunks) = sum_squares;
 
 }  // namespace

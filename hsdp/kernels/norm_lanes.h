@@ -1,4 +1,4 @@
-// The order in which a squared norm is summed, shared by norm.cpp, its SIMD versions and CUDA.
+// The order of summation of a squared norm, shared by norm.cpp, its SIMD versions and CUDA.
 // Internal to hsdp/kernels.
 #pragma once
 
@@ -14,7 +14,7 @@ constexpr std::int64_t kNormLaneCount = 16;
 constexpr std::int64_t kNormChunkElements = 1024;
 using NormLanes = std::array<double, kNormLaneCount>;
 
-// At least one: the sum of nothing is zero.
+// At least one: the sum of no elements is zero.
 HSDP_HOST_DEVICE constexpr std::int64_t norm_chunks(std::int64_t count) {
   return count > 0 ? (count + kNormChunkElements - 1) / kNormChunkElements : 1;
 }
@@ -40,7 +40,7 @@ class NormTree {
   void add(std::size_t level, double sum);
   void close(std::size_t level);
 
-  std::array<Level, 6> levels_;  // 1024^6 chunks are more than an index can name
+  std::array<Level, 6> levels_;  // an index cannot reach 1024^6 chunks
 };
 
 // sums[c] = the sum of the squares of chunk c of `values`, for every chunk, in the caller's

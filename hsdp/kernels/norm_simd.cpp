@@ -30,7 +30,7 @@ bool find_nonfinite_simd(ConstTensorView values) { return has_nonfinite_range(va
 
 #else
 
-constexpr std::size_t kAheadBytes = 1024;  // of what is asked for early
+constexpr std::size_t kAheadBytes = 1024;  // prefetch distance
 
 using DD = hn::ScalableTag<double>;
 using VD = hn::Vec<DD>;
@@ -50,7 +50,7 @@ double total_of(VD* all) {
   return lanes[0];
 }
 
-// One chunk.
+// Sums one chunk.
 template <class Load>
 double sum_squares_loop(ConstTensorView values) {
   constexpr std::size_t kLanes = hn::MaxLanes(DF());
@@ -103,7 +103,7 @@ void sum_chunk_squares_simd(ConstTensorView values, double* sums) {
   }
 }
 
-// The largest magnitude as an integer, looked at once a piece.
+// Tracks the largest magnitude as an integer, and tests it once per piece.
 template <class T>
 bool find_nonfinite_loop(ConstTensorView values, T magnitude_mask, T infinity) {
   const hn::ScalableTag<T> d;

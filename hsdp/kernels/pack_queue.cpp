@@ -11,9 +11,9 @@
 namespace hsdp::kernels {
 namespace {
 
-// A GPU needs longer for them than the host for a launch.
+// A GPU takes longer to pack these than the host takes to launch.
 constexpr std::int64_t kFullBytes = std::int64_t{32} << 20;
-constexpr std::int64_t kMostElements = std::int64_t{1} << 30;  // of an item
+constexpr std::int64_t kMostElements = std::int64_t{1} << 30;  // per item
 
 const void* at(const void* data, std::int64_t index, Dtype dtype) {
   return data == nullptr ? nullptr : at_element(data, index, dtype);

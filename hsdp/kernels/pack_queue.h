@@ -1,8 +1,8 @@
-// Packs that one launch on a GPU runs together: a launch for each gradient would cost the host more
-// than the gradient's bytes cost the GPU [Note: one launch for many gradients].
+// Collects packs that one GPU launch runs together: launching each gradient alone would cost the
+// host more than packing it costs the GPU [Note: one launch for many gradients].
 //
-// On the host add() packs at once, on any thread, and there is nothing to launch. On a GPU nothing
-// is read or written before launch(); one thread at a time.
+// On the host add() packs immediately, on any thread, and launch() has nothing to do. On a GPU
+// nothing is read or written before launch(), and only one thread at a time may use the queue.
 #pragma once
 
 #include <cstdint>
@@ -17,17 +17,17 @@ class PackQueue {
  public:
   explicit PackQueue(Device device) : device_(device) {}
 
-  // As cast_and_pack(). No two in a queue write the same elements, and none reads what another one
-  // writes. The view is copied, its memory is not.
+  // Takes the arguments of cast_and_pack(). Packs in a queue must not write the same elements or
+  // read what another writes. Copies the view, not its memory.
   void add(const CastAndPack& args);
   [[nodiscard]] bool empty() const { return lists_.empty() && strided_.empty(); }
   [[nodiscard]] bool writes(const void* out) const;
-  // Whether waiting for more would not make a launch any cheaper.
+  // Whether waiting for more packs would no longer make a launch cheaper.
   [[nodiscard]] bool is_full() const;
-  // Inside a task of `stream`. Empty afterwards, also when it throws.
+  // Runs inside a task of `stream`. Leaves the queue empty, even when it throws.
   void launch(const Stream& stream);
   void clear();
-  // Of what was added since it was made, what a GPU reads in small pieces as it lies misaligned.
+  // How many of all bytes added so far a GPU reads in small accesses because they are misaligned.
   [[nodiscard]] std::int64_t misaligned_bytes() const { return misaligned_bytes_; }
 
  private:

@@ -28,7 +28,7 @@ std::uint32_t run_scalar_range(const RowPass& pass, std::int64_t begin, std::int
   return largest;
 }
 
-// Tile by tile, so that the compiler's loops run from a cache; rows may lie at any byte address.
+// Works in tiles, so that the loops run from a cache; rows may lie at any byte address.
 std::uint32_t run_wide_range(const RowPass& pass, std::int64_t begin, std::int64_t end) {
   constexpr std::int64_t kTile = 512;
   std::array<double, kTile> total{};
@@ -65,7 +65,7 @@ std::uint32_t run_wide_range(const RowPass& pass, std::int64_t begin, std::int64
 
 namespace {
 
-// Through pointers that the compiler cannot see through: see DefaultFloatEnvironment.
+// Opaque to the compiler: see DefaultFloatEnvironment.
 using Range = std::uint32_t (*)(const RowPass&, std::int64_t, std::int64_t);
 const volatile Range scalar_range = run_scalar_range;
 const volatile Range wide_range = run_wide_range;

@@ -27,14 +27,14 @@ std::uint32_t run_simd(const RowPass& pass) { return run_scalar_range(pass, 0, p
 
 #else
 
-constexpr std::size_t kLargeOutputBytes = 262144;  // not likely to be in a cache already
+constexpr std::size_t kLargeOutputBytes = 262144;  // unlikely to be in a cache already
 
-// A long pass walks several stretches side by side: hardware looks ahead along each of them, and
-// together they keep more cache lines in flight than one could (half as fast again from memory).
+// A long pass walks several stretches side by side. The hardware prefetches along each of them, and
+// together they keep more cache lines in flight than one could (1.5 times as fast from memory).
 constexpr std::size_t kStretchElements = 4096;
 constexpr std::size_t kAheadElements = 512;
 
-// How many a long pass walks side by side [Note: stretches].
+// How many stretches a long pass walks side by side [Note: stretches].
 constexpr std::size_t stretches(std::size_t row_count) {
   return row_count <= 1 ? 8 : row_count <= 2 ? 4 : 2;
 }
@@ -52,7 +52,7 @@ struct Plan {
   const void* add;
   Dtype add_dtype;
   Dtype total_dtype;
-  bool has_scales;  // any of sum_scale, the total's rounding, result_scale
+  bool has_scales;  // whether any of sum_scale, total rounding, result_scale applies
   bool has_multiplier;
   bool stream = false;
   bool prefetch_outs = false;
@@ -60,7 +60,7 @@ struct Plan {
   VF send_scale, sum_scale, total_scale, result_scale, divisor, multiplier;
 };
 
-// A power of two whose reciprocal is normal: dividing by it is multiplying by that, to the bit.
+// Whether multiplying by the reciprocal gives the same bits: a power of two, reciprocal normal.
 bool divides_by_product(float divisor) {
   const std::uint32_t bits = magnitude_bits(divisor);
   const std::uint32_t exponent = bits >> 23;
@@ -211,8 +211,8 @@ struct Store16 {
   }
 };
 
-// Asks for the cache lines of a block of K vectors, long before it is its turn. Hardware that looks
-// ahead by itself does not mind; other hardware, virtual machines among it, is twice as fast.
+// Prefetches the cache lines of a block of K vectors. This costs nothing on CPUs that prefetch well
+// themselves, and doubles the speed of others, such as some virtual machines.
 template <std::size_t K, std::size_t kElementBytes>
 HWY_INLINE void prefetch_lines(const void* row, std::size_t i) {
   constexpr std::size_t kLineBytes = 64;
@@ -248,16 +248,16 @@ HWY_INLINE void run_block(const Plan& plan, std::size_t i, VI& largest) {
   Store::store(plan, i, t, has_nan);
 }
 
-// Two streamed 64-byte lines a block leave more of the core's few line buffers to the loads.
+// Streaming two 64-byte lines per block leaves more of the core's few line buffers to the loads.
 template <class Store>
 constexpr bool kShortBursts = hn::MaxLanes(DF()) >= 16 && Store::kElementBytes == 4;
 
-// `span` elements from element i, the stretches side by side.
+// Processes `span` elements from element i, the stretches side by side.
 template <class Load, class Store, std::size_t K>
 HWY_INLINE void run_span(const Plan& plan, std::size_t i, std::size_t span, VI& largest) {
   const std::size_t step = K * hn::Lanes(DF());
   for (std::size_t j = 0; j < kStretchElements; j += step) {
-    // Past the end of a stretch its continuation lies in the next span.
+    // Past its end, a stretch continues in the next span.
     std::size_t ahead = j + kAheadElements;
     if (ahead >= kStretchElements) ahead += span - kStretchElements;
     for (std::size_t stretch = i; stretch < i + span; stretch += kStretchElements) {
@@ -267,7 +267,7 @@ HWY_INLINE void run_span(const Plan& plan, std::size_t i, std::size_t span, VI& 
   }
 }
 
-// As many blocks as fit from element i; returns the first element after them.
+// Processes as many blocks as fit from element i; returns the first element after them.
 template <class Load, class Store, std::size_t K>
 HWY_INLINE std::size_t run_blocks(const Plan& plan, std::size_t i, std::size_t end, VI& largest) {
   const std::size_t step = K * hn::Lanes(DF());
@@ -281,7 +281,7 @@ HWY_INLINE std::size_t run_blocks(const Plan& plan, std::size_t i, std::size_t e
   return i;
 }
 
-// Elements before the outputs reach a cache line together, or -1 when they never do.
+// The first element at which all outputs are aligned to a cache line, or -1 if there is none.
 std::int64_t elements_to_line(const RowPass& pass) {
   constexpr std::uintptr_t kLineBytes = 64;
   const std::uintptr_t element_bytes = pass.out_dtype == Dtype::kF32 ? 4 : 2;

@@ -22,7 +22,7 @@ void check(const ScaleAndCast& args) {
   }
 }
 
-// It refers to `args`.
+// The result refers to `args`.
 RowPass make_pass(const ScaleAndCast& args) {
   RowPass pass;
   pass.rows = std::span(&args.in, 1);

@@ -1,5 +1,5 @@
-// out = round(decode(in) * 2^exponent / divisor * multiplier, out_dtype), in fp32, in that order:
-// reading a partial, decoding a gathered wire buffer, clipping. f64 stays f64, without an exponent.
+// out = round(decode(in) * 2^exponent / divisor * multiplier, out_dtype), in fp32, in that order.
+// Reads partials, decodes gathered wire buffers, clips. f64 stays f64, without an exponent.
 #pragma once
 
 #include <atomic>
@@ -17,8 +17,8 @@ struct ScaleAndCast {
   Dtype out_dtype = Dtype::kF32;
   std::int64_t count = 0;
   int exponent = 0;         // exact power of two, applied first
-  double divisor = 1.0;     // IEEE division, applied second; rounded to fp32, but for f64
-  double multiplier = 1.0;  // applied last; rounded as the divisor
+  double divisor = 1.0;     // IEEE division, applied second; rounded to fp32, except for f64
+  double multiplier = 1.0;  // applied last; rounded like the divisor
   std::atomic<std::uint32_t>* nonfinite = nullptr;
   bool streaming_stores = false;
 };
@@ -26,8 +26,8 @@ struct ScaleAndCast {
 // On the calling thread, in host memory.
 void scale_and_cast(const ScaleAndCast& args);
 void scale_and_cast_reference(const ScaleAndCast& args);
-// Inside a task of `stream`, in memory of its device; `nonfinite` is then a make_flag() word of it
-// [Note: kernels on a stream].
+// Inside a task of `stream`, in memory of its device [Note: kernels on a stream]. `nonfinite` is
+// then a make_flag() word of that device.
 void scale_and_cast(const ScaleAndCast& args, const Stream& stream);
 
 }  // namespace hsdp::kernels

@@ -1,7 +1,7 @@
 // HSDP_SIMD_DISPATCH(function): the version of an HWY_EXPORTed function for simd_target().
 //
-// Highway's own choice is shared by every user of its library in the process; this one is ours.
-// Include after hwy/highway.h, and call no function so when simd_choice().scalar is set.
+// All users of Highway in a process share Highway's own choice; this choice is ours alone. Include
+// after hwy/highway.h. Do not call functions through it when simd_choice().scalar is set.
 #pragma once
 
 #include <hwy/targets.h>
@@ -14,7 +14,7 @@ namespace hsdp::kernels {
 struct SimdChoice {
   hwy::ChosenTarget target;
   std::atomic<bool> scalar{false};
-  std::atomic<std::size_t> index{0};  // in simd_targets()
+  std::atomic<std::size_t> index{0};  // index into simd_targets()
 };
 
 // Reads HSDP_KERNELS at the first call; throws like simd_target().

@@ -65,7 +65,7 @@ void use(SimdChoice& choice, std::string_view name, const std::string& who) {
 }  // namespace
 
 SimdChoice& simd_choice() {
-  // A throwing initialiser is tried again at the next call, so a wrong variable stays an error.
+  // If the initialiser throws, the next call tries again, so a wrong variable stays an error.
   static SimdChoice choice;
   static const bool chosen = [] {
     const char* const wanted = std::getenv("HSDP_KERNELS");

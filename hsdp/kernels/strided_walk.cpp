@@ -39,7 +39,7 @@ void StridedWalk::visit_window(std::size_t level, const Window& window, const Vi
   }
   // A partial index at either end, whole ones between.
   std::int64_t first = window.begin / dimension.distance;
-  const std::int64_t last = window.end / dimension.distance;  // of the whole ones, exclusive
+  const std::int64_t last = window.end / dimension.distance;  // end of the whole ones, exclusive
   const std::int64_t skipped = window.begin % dimension.distance;
   const std::int64_t rest = window.end % dimension.distance;
   std::int64_t position = window.position;

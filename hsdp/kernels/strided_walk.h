@@ -9,8 +9,8 @@
 
 namespace hsdp::kernels {
 
-// Element (r, c) lies at source + r * row_stride + c * column_stride, and is element
-// position + r * row_distance + c of the window. All in elements; source from the view's data.
+// Element (r, c) lies at source + r * row_stride + c * column_stride, and is element position + r *
+// row_distance + c of the window. All in elements; `source` counts from the view's data.
 struct Panel {
   std::int64_t source = 0;
   std::int64_t position = 0;
@@ -21,8 +21,8 @@ struct Panel {
   std::int64_t row_distance = 0;
 };
 
-// The view's dimensions with those merged that one stride covers. Columns run along the last of
-// them; rows along the one whose elements lie closest together, so that whole cache lines are used.
+// Merges the view's dimensions where one stride covers them. Columns run along the last dimension,
+// rows along the one with the smallest stride, so that whole cache lines are used.
 class StridedWalk {
  public:
   explicit StridedWalk(const StridedView& view);
@@ -30,7 +30,7 @@ class StridedWalk {
   struct Dimension {
     std::int64_t extent = 1;
     std::int64_t stride = 1;
-    std::int64_t distance = 1;  // in logical order, from one index to the next
+    std::int64_t distance = 1;  // from one index to the next, in logical order
   };
   // At least one, outermost first.
   [[nodiscard]] const std::vector<Dimension>& dimensions() const { return dimensions_; }
@@ -40,7 +40,7 @@ class StridedWalk {
                       const std::function<void(const Panel&)>& visit) const;
 
  private:
-  struct Window {  // elements [begin, end) of what lies below one index of the outer dimensions
+  struct Window {  // elements [begin, end) below one index of the outer dimensions
     std::int64_t source = 0;
     std::int64_t begin = 0;
     std::int64_t end = 0;

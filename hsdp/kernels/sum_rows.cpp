@@ -72,7 +72,7 @@ RowPass make_pass(const SumRows& args) {
   return pass;
 }
 
-// i64 wraps, so it sums as unsigned.
+// i64 wraps, so sum as unsigned.
 void sum_integers(const SumRows& args) {
   constexpr std::int64_t kTile = 512;
   std::array<std::uint64_t, kTile> total;

@@ -9,8 +9,8 @@
 //   t      = decode(round(t * 2^-total_exponent, total_dtype)) when total_dtype is 16-bit
 //   result = t * 2^result_exponent / divisor                   IEEE division
 //
-// The bits do not depend on the tile, the SIMD width or the thread. f64 rows go the same way in
-// fp64, without rounding and exponents. i64 rows sum, and take neither `add` nor a divisor.
+// The bits do not depend on the tile, the SIMD width or the thread. f64 rows take the same steps in
+// fp64, without rounding or exponents. i64 rows are summed without `add` and without a divisor.
 #pragma once
 
 #include <atomic>
@@ -30,7 +30,7 @@ struct SumSpec {
   Dtype total_dtype = Dtype::kF32;
   int total_exponent = 0;
   int result_exponent = 0;
-  double divisor = 1.0;           // rounded to fp32, but for f64 rows
+  double divisor = 1.0;           // rounded to fp32 unless the rows are f64
   Dtype out_dtype = Dtype::kF32;  // f32, or a 16-bit type: the result rounded once
 };
 
@@ -38,19 +38,19 @@ struct SumRows {
   SumSpec spec;
   std::span<const void* const> rows;  // each `count` elements of spec.row_dtype; may alias outs[i]
                                       // exactly, never partly
-  const void* add = nullptr;  // `count` fp32, or f64 with rows of f64; may alias an output exactly
+  const void* add = nullptr;    // `count` fp32, or f64 with f64 rows; may alias an output exactly
   std::span<void* const> outs;  // each `count` elements of spec.out_dtype, same bytes
   std::int64_t count = 0;
   std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 when a result is not finite; on
                                                     // CUDA a make_flag() word of the device
-  bool streaming_stores = false;  // outputs larger than the cache: write around it
+  bool streaming_stores = false;  // for outputs larger than the cache: write around it
 };
 
 // On the calling thread, in host memory.
 void sum_rows(const SumRows& args);
 
-// Inside a task of `stream`, in memory of its device [Note: kernels on a stream]. On CUDA there may
-// be 8 outputs; rows at equal distances without limit, at unequal ones 400.
+// Inside a task of `stream`, in memory of its device [Note: kernels on a stream]. CUDA takes up to
+// 8 outputs, and any number of rows at equal distances or 400 at unequal ones.
 void sum_rows(const SumRows& args, const Stream& stream);
 
 // The scalar definition that every implementation must equal bit for bit.

@@ -61,7 +61,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 constexpr std::int64_t kPrefetchColumns = 16;
 
-// Rows are contiguous in the source: square tiles of one 128-bit vector a side, in registers.
+// Rows contiguous in the source: transposes square tiles, one 128-bit vector a side, in registers.
 template <class T>
 void transpose_blocks(const StridedBlock& block, std::byte* out) {
   constexpr std::int64_t kSide = 16 / sizeof(T);
@@ -72,7 +72,7 @@ void transpose_blocks(const StridedBlock& block, std::byte* out) {
   const std::int64_t columns = block.columns / kSide * kSide;
   const std::int64_t row_bytes = block.rows * static_cast<std::int64_t>(sizeof(T));
   for (std::int64_t c = 0; c < columns; c += kSide) {
-    // Columns lie far apart, where the hardware does not look ahead.
+    // The columns are far apart, where the hardware does not prefetch.
     for (std::int64_t k = c + kPrefetchColumns; k < std::min(c + kPrefetchColumns + kSide, columns);
          ++k) {
       const char* const column = reinterpret_cast<const char*>(source + k * block.column_stride);

@@ -1,6 +1,5 @@
-// Vectors from rows and to outputs of any dtype, for the SIMD target under compilation.
-//
-// Included once per target by foreach_target.h, hence the toggled guard.
+// Loads vectors from rows and stores them to outputs of any dtype, for the SIMD target under
+// compilation. foreach_target.h includes it once per target, hence the toggled guard.
 #if defined(HSDP_KERNELS_VECTOR_CODEC_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HSDP_KERNELS_VECTOR_CODEC_H_
 #undef HSDP_KERNELS_VECTOR_CODEC_H_
@@ -19,7 +18,7 @@ namespace HWY_NAMESPACE {
 
 #if HWY_TARGET != HWY_SCALAR && HWY_TARGET != HWY_EMU128
 
-// Sources of an fp32 vector at element `i` of a row at any address.
+// Loads an fp32 vector at element `i` of a row at any address.
 struct LoadF32 {
   static constexpr std::size_t kElementBytes = 4;
   static HWY_INLINE VF load(const void* row, std::size_t i, VF /*scale*/) {
@@ -64,7 +63,7 @@ HWY_INLINE auto pack_order() {
 }
 #endif
 
-// encode() takes any value; encode_numbers() two vectors without NaN, in order.
+// encode() takes any value; encode_numbers() takes two vectors without NaN, in order.
 struct EncodeBf16 {
   static HWY_INLINE VH encode(VF value) { return encode_bf16(value); }
   static HWY_INLINE VU16 encode_numbers(VF low, VF high) {

@@ -1,6 +1,5 @@
 // The functions of dtype.h on whole vectors, for the SIMD target under compilation.
-//
-// Included once per target by foreach_target.h, hence the toggled guard.
+// foreach_target.h includes it once per target, hence the toggled guard.
 #if defined(HSDP_KERNELS_VECTOR_ROUNDING_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef HSDP_KERNELS_VECTOR_ROUNDING_H_
 #undef HSDP_KERNELS_VECTOR_ROUNDING_H_
@@ -34,8 +33,8 @@ using VI = hn::Vec<DI>;
 using VI16 = hn::Vec<DI16>;
 using VH = hn::Vec<DH>;
 
-// The conversion instructions of AVX2 machines round to nearest even and keep subnormals; other
-// targets take the integer path, since Highway's own emulation truncates in some versions.
+// The conversion instructions of AVX2 machines round to nearest even and keep subnormals. Other
+// targets take the integer path, since Highway's emulation truncates in some versions.
 #undef HSDP_NATIVE_F16
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2
 #define HSDP_NATIVE_F16 1
@@ -55,7 +54,7 @@ HWY_INLINE VF decode_f16(VH bits) {
   const VU wide = hn::PromoteTo(du, bits);
   const VU sign = hn::ShiftLeft<16>(hn::And(wide, hn::Set(du, 0x8000U)));
   const VU shifted = hn::ShiftLeft<13>(hn::And(wide, hn::Set(du, 0x7fffU)));
-  // Rebasing the exponent by a product is exact and turns subnormals into normal numbers.
+  // Rebasing the exponent by a multiplication is exact and turns subnormals into normal numbers.
   const VF rebased = hn::Mul(hn::BitCast(DF(), shifted), hn::Set(DF(), 0x1p112F));
   const auto special = hn::Ge(rebased, hn::Set(DF(), 65536.0F));
   const VF infinite = hn::BitCast(DF(), hn::Or(shifted, hn::Set(du, 0x7f800000U)));
@@ -63,7 +62,7 @@ HWY_INLINE VF decode_f16(VH bits) {
 #endif
 }
 
-// bf16 bits of each lane in its upper half; the lower half is not cleared. Not for NaN.
+// The bf16 bits of each lane, in its upper half; the lower half is not cleared. Not for NaN.
 HWY_INLINE VU rounded_bf16_number(VF value) {
   const DU du;
   const VU bits = hn::BitCast(du, value);
@@ -71,7 +70,7 @@ HWY_INLINE VU rounded_bf16_number(VF value) {
   return hn::Add(hn::Add(bits, hn::Set(du, 0x7fffU)), even);
 }
 
-// The same for any value.
+// Like rounded_bf16_number(), but for any value.
 HWY_INLINE VU rounded_bf16_bits(VF value) {
   const DU du;
   const VU bits = hn::BitCast(du, value);
@@ -98,14 +97,14 @@ HWY_INLINE VH encode_f16(VF value) {
   const DI di;
   const VU bits = hn::BitCast(du, value);
   const VU magnitude = hn::And(bits, hn::Set(du, 0x7fffffffU));
-  const auto below = [&](std::uint32_t limit) HWY_ATTR {  // signed compares: no sign bit is left
+  const auto below = [&](std::uint32_t limit) HWY_ATTR {  // signed compares: the sign bit is clear
     return hn::RebindMask(
         du, hn::Lt(hn::BitCast(di, magnitude), hn::Set(di, static_cast<std::int32_t>(limit))));
   };
   const VU rebased = hn::Sub(magnitude, hn::Set(du, 112U << 23));
   const VU even = hn::And(hn::ShiftRight<13>(rebased), hn::Set(du, 1U));
   const VU normal = hn::ShiftRight<13>(hn::Add(rebased, hn::Add(even, hn::Set(du, 0xfffU))));
-  // Next to 0.5 the unit in the last place is 2^-24, the smallest f16: the addition rounds.
+  // Near 0.5 the unit in the last place is 2^-24, the smallest f16: the addition rounds.
   const VF half = hn::Set(DF(), 0.5F);
   const VU subnormal =
       hn::Sub(hn::BitCast(du, hn::Add(hn::BitCast(DF(), magnitude), half)), hn::BitCast(du, half));

@@ -35,7 +35,7 @@ std::filesystem::path folder_of(const std::filesystem::path& path) {
 
 void sync_folder(const std::filesystem::path& folder) {
   const comm::UniqueFd fd(::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  // Some file systems cannot sync a folder; they answer EINVAL and need not.
+  // Some file systems cannot sync a folder and answer EINVAL; ignore that.
   if (fd && (::fsync(fd.get()) == 0 || errno == EINVAL)) return;
   throw SnapshotError("snapshot: cannot sync the folder " + folder.string() + ": " +
                       std::generic_category().message(errno));

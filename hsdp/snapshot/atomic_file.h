@@ -1,8 +1,9 @@
-// A file that appears under its name whole and durable, or not at all [Note: renamed into place].
+// A file that appears under its name complete and durable, or not at all
+// [Note: renamed into place].
 //
-// Written under a hidden temporary name beside its own; commit() syncs and renames it. Without
-// commit() the destructor removes it; a killed writer leaves only the temporary name, which readers
-// ignore. Every failure is a SnapshotError that names the file and the cause.
+// The data goes to a hidden temporary file beside it; commit() syncs and renames that. Without
+// commit() the destructor removes it. A killed writer leaves only the temporary file, which readers
+// ignore. Every failure is a SnapshotError that names file and cause.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +17,7 @@ namespace hsdp {
 
 class AtomicFile {
  public:
-  // Creates the temporary file now, so that a missing or forbidden folder is known at once.
+  // Creates the temporary file now, so that a missing or forbidden folder shows at once.
   explicit AtomicFile(const std::filesystem::path& path);
   AtomicFile(AtomicFile&& other) noexcept = default;
   AtomicFile& operator=(AtomicFile&&) = delete;
@@ -24,7 +25,7 @@ class AtomicFile {
   AtomicFile& operator=(const AtomicFile&) = delete;
   ~AtomicFile();
 
-  // Whether a file has the name that one has before commit().
+  // Whether `path` is named like a file before commit().
   [[nodiscard]] static bool is_temporary(const std::filesystem::path& path);
 
   [[nodiscard]] const std::filesystem::path& path() const { return path_; }
@@ -36,10 +37,10 @@ class AtomicFile {
 
   std::filesystem::path path_;
   std::filesystem::path temporary_;
-  comm::UniqueFd fd_;  // open: not committed yet
+  comm::UniqueFd fd_;  // open until commit()
 };
 
-// Makes the names in a folder durable.
+// Makes changes of names in a folder durable.
 void sync_folder(const std::filesystem::path& folder);
 // "." for a name without a folder.
 [[nodiscard]] std::filesystem::path folder_of(const std::filesystem::path& path);

@@ -1,4 +1,4 @@
-// XXH3-64 of data in blocks of 256 KiB, so that any part of a slice can be checked by itself and in
+// XXH3-64 checksums of blocks of 256 KiB, so that any part of a slice can be checked alone and in
 // parallel.
 #pragma once
 
@@ -20,7 +20,7 @@ constexpr std::size_t kChecksumBlockBytes = std::size_t{256} << 10;
 // Appends the checksums of the blocks of `data`, the last of which may be short.
 void append_block_checksums(std::span<const std::byte> data, std::vector<std::uint64_t>& table);
 
-// The checksum of bytes that come in pieces.
+// The checksum of bytes that arrive in pieces.
 class RunningChecksum {
  public:
   RunningChecksum();

@@ -34,7 +34,7 @@ HWY_INLINE void add(D d, Sums& sums, V a, V b, V smallest_power) {
   const V difference = hn::Abs(hn::Sub(a, b));
   const V size_a = hn::Abs(a);
   const V size_b = hn::Abs(b);
-  // 2^-exponent of the larger one: integer arithmetic on its exponent field.
+  // 2^-exponent of the larger one, by integer arithmetic on its exponent field.
   const auto exponent_field = hn::Set(du, std::uint64_t{0x7ff0000000000000});
   const V power =
       hn::Max(hn::BitCast(d, hn::And(hn::BitCast(du, hn::Max(size_a, size_b)), exponent_field)),

@@ -1,4 +1,4 @@
-// Error measures over a run of elements, at memory speed: host SIMD chosen at run time.
+// Error measures over a run of elements, at memory speed, with the host's best SIMD target.
 #pragma once
 
 #include <cstddef>
@@ -11,13 +11,13 @@ struct UlpSpacing {
   int min_exponent = -126;
 };
 
-// Everything in fp64. A NaN, an infinity or a square beyond fp64 makes one of the three sums of
-// squares non-finite; then no other field means anything.
+// All in fp64. A NaN, an infinity or a square beyond fp64 makes one of the three sums of squares
+// non-finite; then no other field is meaningful.
 struct BlockDifference {
   double max_difference = 0;
   double max_a = 0;
   double max_b = 0;
-  double max_ulp = 0;  // of the larger magnitude of each pair
+  double max_ulp = 0;  // in ulps of the larger magnitude of each pair
   double sum_squared_difference = 0;
   double sum_squared_a = 0;
   double sum_squared_b = 0;

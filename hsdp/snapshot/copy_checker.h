@@ -1,4 +1,4 @@
-// Checks that every replica holds the bits of the first one.
+// Checks that every replica holds the same bits as the first one.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +18,8 @@ class CopyChecker {
  public:
   explicit CopyChecker(const Snapshot& snapshot) : reader_(snapshot) {}
 
-  // Compares the first copy's elements from `begin` on with all others; reads and so checks these.
-  // Nothing to do for partials, which differ by right.
+  // Compares the first copy's elements from `begin` on with all other copies, which also verifies
+  // their checksums. Does nothing for partials, which may differ.
   [[nodiscard]] std::optional<UnequalElement> check(std::size_t parameter, std::int64_t begin,
                                                     StoredElements first);
 

@@ -17,7 +17,7 @@ bool is_ordinary(const BlockDifference& block) {
          std::isfinite(block.sum_squared_difference);
 }
 
-// Two NaN, or two infinities of one sign.
+// Whether both are NaN, or infinities of one sign.
 template <class T>
 bool same_kind(T a, T b) {
   return (std::isnan(a) && std::isnan(b)) || a == b;
@@ -44,7 +44,7 @@ double ulps(T a, T b, UlpSpacing spacing) {
                     spacing.mantissa_bits - std::max(exponent, spacing.min_exponent));
 }
 
-// What block_difference() cannot do: NaN, infinities, squares beyond fp64.
+// Handles what block_difference() cannot: NaN, infinities, squares beyond fp64.
 template <class T>
 void add_exceptional(T a, T b, UlpSpacing spacing, Difference& part) {
   if (!both_finite(a, b)) {
@@ -184,7 +184,7 @@ void DifferenceMeter::find_worst(std::int64_t index, int replica, std::span<cons
   }
 }
 
-// False only if no element can fail: most runs are settled without a look at each element.
+// False only if no element can fail: this settles most runs without examining each element.
 template <class T>
 bool DifferenceMeter::may_fail(const BlockDifference& block, std::span<const T> a,
                                std::span<const T> b) const {
@@ -211,7 +211,7 @@ bool DifferenceMeter::may_fail(const BlockDifference& block, std::span<const T> 
 template <class T>
 bool DifferenceMeter::fails(T a, T b) const {
   if (rule_.criterion == Criterion::kBitwise) {
-    // Equal bits is what was asked for: 0 and -0 differ.
+    // The criterion is equal bits: 0 and -0 differ.
     // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison)
     return std::memcmp(&a, &b, sizeof a) != 0;
   }

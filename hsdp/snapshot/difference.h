@@ -12,7 +12,7 @@
 namespace hsdp {
 
 constexpr std::int64_t kHeatCells = 96;
-// Exponents of |a-b| from -192 to 191; what lies beyond counts at the ends.
+// Exponents of |a-b| from -192 to 191; the outer bins hold everything beyond.
 constexpr int kHistogramBins = 384;
 constexpr int kLowestExponent = -192;
 
@@ -35,7 +35,7 @@ struct CellSums {
   long double squared = 0;
 };
 
-// Sums in long double: they hold the squares of any fp64.
+// The sums are long double, so that they hold the squares of any fp64 value.
 struct Difference {
   double max_difference = 0;
   double max_a = 0;
@@ -67,7 +67,7 @@ class DifferenceMeter {
   [[nodiscard]] const Difference& result() const { return total_; }
 
  private:
-  // The measures of one run; its worst element is the worst so far.
+  // Measures one run; its worst element may replace the worst so far.
   template <class T>
   [[nodiscard]] Difference measure(std::int64_t index, int replica, std::span<const T> a,
                                    std::span<const T> b) const;
@@ -88,7 +88,7 @@ class DifferenceMeter {
   Difference total_;
 };
 
-// First element of a heat cell, of `cell_count` over `parameter_count` elements.
+// The first element of heat cell `cell`, when `parameter_count` elements make `cell_count` cells.
 [[nodiscard]] std::int64_t cell_begin(std::int64_t cell, std::int64_t cell_count,
                                       std::int64_t parameter_count);
 [[nodiscard]] UlpSpacing ulp_spacing(Dtype dtype);

@@ -18,7 +18,7 @@
 namespace hsdp {
 namespace {
 
-// The gate, and who is in HDF5: the library is not made for threads.
+// The gate, and the thread inside HDF5: the library is not thread-safe.
 struct Entrance {
   std::mutex gate_mutex;
   Hdf5Gate gate;
@@ -34,7 +34,7 @@ Entrance& entrance() {
   throw SnapshotError(std::string("snapshot: HDF5 could not ") + what);
 }
 
-// Owner of one HDF5 identifier.
+// Owns one HDF5 identifier.
 class Handle {
  public:
   using Close = herr_t (*)(hid_t);
@@ -64,7 +64,7 @@ void check(herr_t status, const char* what) {
 
 Handle property_list(hid_t kind) { return {H5Pcreate(kind), H5Pclose, "create a property list"}; }
 
-// A 16-bit float as HDF5 describes one: HDF5 readers convert it to float32.
+// An HDF5 description of a 16-bit float: HDF5 readers convert it to float32.
 Handle float16_type(std::size_t exponent_bits, std::size_t bias) {
   constexpr const char* kWhat = "make a 16-bit float type";
   const std::size_t mantissa_bits = 15 - exponent_bits;
@@ -145,8 +145,8 @@ void write_info(hid_t root, const SnapshotHeader& header) {
   write_whole(root, "partial", info.partial ? 1 : 0);
 }
 
-// The link of a parameter: its name, with what HDF5 reads as a path (and what C strings cannot
-// hold) percent-encoded.
+// The name of a parameter's link. What HDF5 reads as a path, and what C strings cannot hold, is
+// percent-encoded.
 std::string link_name(const std::string& name) {
   constexpr std::string_view kHex = "0123456789ABCDEF";
   const bool dots = name.find_first_not_of('.') == std::string::npos;
@@ -181,7 +181,7 @@ std::uint64_t file_offset(hid_t dataset) {
   return offset;
 }
 
-// Contiguous, allocated at once, never filled: the data is written past HDF5.
+// Contiguous, allocated immediately and never filled: we write the data without HDF5.
 Handle dataset_properties() {
   Handle properties = property_list(H5P_DATASET_CREATE);
   check(H5Pset_layout(properties.get(), H5D_CONTIGUOUS), "set a layout");
@@ -191,7 +191,7 @@ Handle dataset_properties() {
   return properties;
 }
 
-// Empty, and where its data will lie.
+// Makes an empty dataset and finds out where its data will lie.
 Handle make_dataset(hid_t group, hid_t properties, SnapshotSlice& slice) {
   Handle type = data_type(slice.data_dtype);
   Handle space = data_space(slice);
@@ -229,7 +229,7 @@ std::uint64_t add_checksum_table(hid_t root, hid_t properties, std::uint64_t blo
   return block_count == 0 ? 0 : file_offset(dataset.get());
 }
 
-// The memory that HDF5 writes a file to. HDF5 gives it back when it closes the file; this keeps it.
+// The memory that HDF5 writes a file to. HDF5 would free it when it closes the file; this keeps it.
 struct FileImage {
   std::byte* data = nullptr;
   std::size_t size_bytes = 0;
@@ -255,8 +255,8 @@ herr_t keep_image(void* data, H5FD_file_image_op_t /*operation*/, void* image) {
 void* share_image(void* image) { return image; }
 herr_t unshare_image(void* /*image*/) { return 0; }
 
-// Room for all metadata in front of the data, or the image would have to span the data. More than
-// is needed stays in the file as zeros, less costs memory only.
+// The space for all metadata, which comes before the data: otherwise the image would have to
+// include the data. An excess stays in the file as zeros; a shortfall only costs memory.
 std::size_t estimate_metadata_bytes(const SnapshotHeader& header) {
   std::size_t bytes = 8192;
   for_each_slice(header, [&bytes](const SnapshotSlice& slice) {
@@ -265,7 +265,7 @@ std::size_t estimate_metadata_bytes(const SnapshotHeader& header) {
   return bytes;
 }
 
-// The 1.8 format checks its own metadata and is read by every HDF5 since 2008.
+// The 1.8 format has checksums of its metadata, and every HDF5 since 2008 reads it.
 Handle create_file(const SnapshotHeader& header, std::size_t user_block_bytes, FileImage& image) {
   Handle creation = property_list(H5P_FILE_CREATE);
   check(H5Pset_userblock(creation.get(), user_block_bytes), "reserve the header");
@@ -273,7 +273,7 @@ Handle create_file(const SnapshotHeader& header, std::size_t user_block_bytes, F
   check(H5Pset_libver_bounds(access.get(), H5F_LIBVER_V18, H5F_LIBVER_V18), "choose the format");
   check(H5Pset_fapl_core(access.get(), 1U << 16U, false), "work in memory");
   check(H5Pset_meta_block_size(access.get(), estimate_metadata_bytes(header)), "work in memory");
-  // For those who map the file: every dataset begins on a cache line.
+  // Every dataset begins on a cache line, for programs that map the file.
   check(H5Pset_small_data_block_size(access.get(), 0), "align the data");
   check(H5Pset_alignment(access.get(), 1, 64), "align the data");
   H5FD_file_image_callbacks_t callbacks{};
@@ -287,7 +287,7 @@ Handle create_file(const SnapshotHeader& header, std::size_t user_block_bytes, F
           "create a file"};
 }
 
-// The end that the superblock states: readers refuse a shorter file.
+// The file's end as stated in the superblock: readers refuse a shorter file.
 std::uint64_t end_of_file(const FileImage& image, std::size_t user_block_bytes) {
   constexpr std::size_t kEndField = 28;
   std::uint64_t end = 0;
@@ -320,8 +320,8 @@ void write_structure(SnapshotHeader& header, std::size_t user_block_bytes, FileI
   file.close("write the structure");
 }
 
-// Alone, through the gate. The process's handler of HDF5 errors is out of the way meanwhile: what
-// fails here is told by an exception, and the handler is the application's again afterwards.
+// Runs `work` exclusively, through the gate. Meanwhile the process's HDF5 error handler is
+// disabled, as failures become exceptions; it is restored afterwards.
 void enter_hdf5(const std::function<void()>& work) {
   std::exception_ptr error;
   const auto enter = [&] {

@@ -1,9 +1,9 @@
 // The HDF5 side of a snapshot file: groups, datasets and attributes for readers such as h5py, with
-// room left for data and checksums.
+// space left for data and checksums.
 //
-// The one place that enters the HDF5 library: on the thread of the public call, through the gate
-// that set_hdf5_gate() was given, and never on a thread of this library [Note: others who use
-// HDF5]. HDF5 works in memory alone [Note: HDF5 for others].
+// Only this part calls the HDF5 library, on the thread of the public call and through the gate set
+// by set_hdf5_gate(), never on a thread of this library [Note: others who use HDF5]. HDF5 works in
+// memory only [Note: HDF5 for others].
 #pragma once
 
 #include <cstddef>
@@ -15,14 +15,14 @@
 namespace hsdp {
 
 struct Hdf5Structure {
-  // The bytes from the file's begin on, to the checksum table's end at least; zeros follow.
+  // The bytes from the start of the file to at least the end of the checksum table; zeros follow.
   std::vector<std::byte> front;
   std::uint64_t file_bytes = 0;
 };
 
-// Lays out a file behind a user block of `user_block_bytes` (a power of two, at least 512), with a
-// table of `header.block_count` checksums; data and checksums excepted. Sets the data offsets and
-// the checksum table's offset in `header`. Throws SnapshotError.
+// Lays out a file behind a user block of `user_block_bytes` (a power of two, at least 512), with
+// space for a table of `header.block_count` checksums. Leaves data and checksums empty. Sets the
+// data offsets and the checksum table's offset in `header`. Throws SnapshotError.
 [[nodiscard]] Hdf5Structure build_hdf5_structure(SnapshotHeader& header,
                                                  std::size_t user_block_bytes);
 

@@ -19,7 +19,7 @@ float widen(Stored x) {
 }
 double widen(double x) { return x; }
 
-// The division is the library's own: fp32 by fp32(f s), unless the data is f64.
+// Divides as the Reducer does: fp32 by fp32(f s), unless the data is f64.
 template <class Stored, class Out>
 void convert_from(const std::byte* data, double divisor, std::span<Out> out) {
   for (std::size_t i = 0; i < out.size(); ++i) {

@@ -1,7 +1,7 @@
-// Reads the elements of parameters block by block, each block checked once as it comes in.
+// Reads the elements of parameters block by block, and checks each block once as it is read.
 //
-// Holds one block and a few descriptors: cheap to keep, not to be shared between threads. Any
-// number of readers may read one snapshot at once.
+// Holds one block and a few descriptors. Not thread-safe, but any number of readers may read one
+// snapshot at once.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@
 
 namespace hsdp {
 
-// Elements that lie together in one checked block.
+// Adjacent elements in one checked block.
 struct StoredElements {
   const std::byte* data = nullptr;  // valid until the reader's next call
   std::int64_t count = 0;
@@ -26,7 +26,7 @@ class ParameterReader {
  public:
   explicit ParameterReader(Snapshot snapshot);
 
-  // At least one element from `begin` on, as stored: partials are sums. `begin` must be inside.
+  // Returns at least one element from `begin`, which must be valid; as stored: partials are sums.
   [[nodiscard]] StoredElements read(std::size_t parameter, int copy, std::int64_t begin);
   [[nodiscard]] const Snapshot& snapshot() const { return snapshot_; }
   [[nodiscard]] Dtype stored_dtype(std::size_t parameter) const;
@@ -37,17 +37,17 @@ class ParameterReader {
   Snapshot snapshot_;
   std::vector<std::byte> buffer_;
   std::unordered_map<std::size_t, comm::UniqueFd> descriptors_;
-  // Which block `buffer_` holds.
+  // The block that `buffer_` holds.
   std::size_t parameter_ = 0;
   std::size_t file_ = 0;
   std::size_t block_ = 0;
   std::span<const std::byte> bytes_;
 };
 
-// What divides the stored elements of a partial; 1 for results.
+// The divisor for the stored elements of a partial; 1 for results.
 [[nodiscard]] double stored_divisor(const SnapshotInfo& info);
 
-// Mean gradients from stored elements. f64 is rounded when `out` is float.
+// Converts stored elements to mean gradients. f64 is rounded when `out` is float.
 void convert(const StoredElements& stored, double divisor, std::span<float> out);
 void convert(const StoredElements& stored, double divisor, std::span<double> out);
 

@@ -1,4 +1,4 @@
-// The parameters of a snapshot cut into pieces of work of bounded size.
+// Cuts the parameters of a snapshot into pieces of work of bounded size.
 #pragma once
 
 #include <algorithm>

@@ -20,7 +20,7 @@ constexpr std::size_t kReadBytes = std::size_t{1} << 20;
 
 std::string cause() { return std::generic_category().message(errno); }
 
-// O_NONBLOCK: a pipe under the name of a snapshot is refused, not waited for.
+// O_NONBLOCK: refuse a pipe under a snapshot's name instead of waiting for it.
 comm::UniqueFd open_file(const std::filesystem::path& path) {
   return comm::UniqueFd(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
 }
@@ -43,7 +43,7 @@ void read_exactly(int fd, std::uint64_t offset, std::span<std::byte> bytes) {
   }
 }
 
-// The prefix, checked against the size of the file.
+// Reads the prefix and checks it against the file's size.
 HeaderPrefix read_prefix(int fd, std::uint64_t file_bytes) {
   PrefixBytes bytes;
   const auto available = std::span(bytes).first(std::min<std::uint64_t>(bytes.size(), file_bytes));
@@ -96,7 +96,7 @@ void SnapshotFile::load(int fd) {
   load_structure(fd, kHeaderPrefixBytes + json.size(), prefix);
 }
 
-// Everything that is neither header nor data: HDF5's structure and the table of block checksums.
+// Loads everything except header and data: HDF5's structure and the table of block checksums.
 void SnapshotFile::load_structure(int fd, std::uint64_t header_bytes, const HeaderPrefix& prefix) {
   std::vector<std::byte> buffer(std::min<std::uint64_t>(kReadBytes, file_bytes_));
   RunningChecksum sum;
@@ -149,7 +149,7 @@ std::span<const std::byte> SnapshotFile::read_block(int fd, const SnapshotSlice&
 }
 
 bool is_snapshot_file(const std::filesystem::path& path) {
-  std::error_code error;  // then it is none
+  std::error_code error;  // on an error, it is not a file
   if (!std::filesystem::is_regular_file(path, error)) return false;
   const comm::UniqueFd file = open_file(path);
   std::array<char, kSnapshotMagic.size()> front{};

@@ -1,5 +1,5 @@
-// One snapshot file opened for reading. Its header and structure are checked once, its data block
-// by block as it is read. Any bytes are survived: bad ones throw SnapshotError naming the file.
+// One snapshot file, opened for reading. Header and structure are checked once, the data block by
+// block as it is read. Any content is safe: invalid bytes throw SnapshotError naming the file.
 #pragma once
 
 #include <sys/types.h>
@@ -23,10 +23,10 @@ class SnapshotFile {
   [[nodiscard]] const std::filesystem::path& path() const { return path_; }
   [[nodiscard]] const SnapshotHeader& header() const { return header_; }
 
-  // A descriptor for read_block(); SnapshotError when the file was replaced since open(). None is
-  // kept open, so that a snapshot may have more files than a process may open.
+  // Returns a descriptor for read_block(). Throws SnapshotError if the file was replaced since
+  // open(). No descriptor stays open, so a snapshot may have more files than a process may open.
   [[nodiscard]] comm::UniqueFd reopen() const;
-  // Block `block` of a slice, into `buffer` (kChecksumBlockBytes), checked.
+  // Reads block `block` of a slice into `buffer` (kChecksumBlockBytes) and checks it.
   [[nodiscard]] std::span<const std::byte> read_block(int fd, const SnapshotSlice& slice,
                                                       std::size_t block,
                                                       std::span<std::byte> buffer) const;
@@ -44,7 +44,7 @@ class SnapshotFile {
   ino_t inode_ = 0;
 };
 
-// Whether a regular file begins as one, be it whole or not. Of a link, what it leads to.
+// Whether a regular file begins like a snapshot file, complete or not. Follows links.
 [[nodiscard]] bool is_snapshot_file(const std::filesystem::path& path);
 
 }  // namespace hsdp

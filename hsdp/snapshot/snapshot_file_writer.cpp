@@ -60,7 +60,7 @@ SnapshotSlice to_slice(const SnapshotState& array) {
 
 bool names_a_file(const std::filesystem::path& path) { return path.extension() == ".h5"; }
 
-// Makes the snapshot's folder; returns the folders that have got a new one in them.
+// Makes the snapshot's folder; returns the existing folders that gained one.
 std::vector<std::filesystem::path> make_folder(const std::filesystem::path& path) {
   std::error_code error;
   std::vector<std::filesystem::path> grown;
@@ -77,8 +77,8 @@ std::vector<std::filesystem::path> make_folder(const std::filesystem::path& path
   return grown;
 }
 
-// The offsets in the header are not known before HDF5 has placed the data, whose place depends on
-// the header's size: leave room for the longest.
+// The offsets in the header depend on where HDF5 places the data, which depends on the header's
+// size: leave space for the longest offsets.
 std::size_t user_block_bytes(SnapshotHeader header) {
   constexpr auto kLongest = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
   header.checksums_offset = kLongest;
@@ -92,22 +92,22 @@ std::size_t user_block_bytes(SnapshotHeader header) {
   return std::max(kMinUserBlockBytes, std::bit_ceil(kHeaderPrefixBytes + json_bytes));
 }
 
-// The table of the blocks' checksums lies in the structure's front.
+// The table of block checksums lies in the structure's front.
 void fill_checksum_table(std::span<const std::uint64_t> checksums, std::uint64_t offset,
                          Hdf5Structure& structure) {
   if (checksums.empty()) return;
   std::memcpy(structure.front.data() + offset, checksums.data(), checksums.size_bytes());
 }
 
-// Those of a larger mesh that has saved there before, with which no reader would take the new
-// files.
+// Removes the files that a larger mesh saved there before: readers would reject them together with
+// the new ones.
 void remove_rank_files_from(int first, const std::filesystem::path& folder) {
   std::error_code error;
   std::vector<std::filesystem::path> old;
   for (std::filesystem::directory_iterator it(folder, error), end; !error && it != end;
        it.increment(error)) {
     if (rank_of_file(it->path().filename().string()) < first) continue;
-    // What else has such a name is not ours to remove.
+    // Keep anything else with such a name: it is not ours.
     std::error_code unknown;
     if (!it->is_symlink(unknown) && is_snapshot_file(it->path())) old.push_back(it->path());
   }

@@ -1,5 +1,5 @@
-// One snapshot file in the making, in two steps: open() finds what can be wrong at once and lets
-// HDF5 lay the file out, on the caller's thread; write() makes it durable, later and on any thread.
+// Writes one snapshot file in two steps. open() detects early errors and has HDF5 lay out the file,
+// on the caller's thread; write() makes it durable, later and on any thread.
 #pragma once
 
 #include <cstddef>
@@ -18,12 +18,12 @@ namespace hsdp {
 
 class SnapshotFileWriter {
  public:
-  // UsageError for impossible facts; SnapshotError when the folder or file cannot be made.
+  // Throws UsageError for invalid facts, and SnapshotError if the folder or file cannot be made.
   static SnapshotFileWriter open(const std::filesystem::path& path, const SnapshotInfo& info,
                                  std::span<const SnapshotEntry> entries,
                                  std::span<const SnapshotState> hop_state);
 
-  // `data` holds the bytes of the entries and of the state's arrays, in their order.
+  // `data` holds the bytes of the entries, then of the state's arrays.
   void write(std::span<const std::span<const std::byte>> data);
 
  private:
@@ -36,16 +36,16 @@ class SnapshotFileWriter {
 
   SnapshotHeader header_;
   AtomicFile file_;
-  bool in_folder_;                                    // with the files of other ranks
-  std::vector<std::filesystem::path> grown_folders_;  // by a folder that had to be made
+  bool in_folder_;                                    // together with other ranks' files
+  std::vector<std::filesystem::path> grown_folders_;  // those in which a folder was made
   Hdf5Structure structure_;
 };
 
 [[nodiscard]] std::string rank_file_name(int rank);
-// The rank whose file has that name, or -1.
+// The rank whose file has this name, or -1.
 [[nodiscard]] int rank_of_file(const std::string& name);
 [[nodiscard]] std::span<const std::byte> bytes_of(const ConstTensorView& view);
-// As SnapshotFileWriter::write() takes them.
+// The bytes in the order of SnapshotFileWriter::write().
 [[nodiscard]] std::vector<std::span<const std::byte>> all_bytes(
     std::span<const SnapshotEntry> entries, std::span<const SnapshotState> hop_state);
 

@@ -1,4 +1,4 @@
-// All files of an opened snapshot and where every parameter's slices lie.
+// All files of an opened snapshot, and the location of every parameter's slices.
 #pragma once
 
 #include <filesystem>
@@ -21,7 +21,7 @@ struct Snapshot::Files {
   std::vector<SnapshotFile> files;  // by rank
   std::vector<SnapshotParameter> parameters;
   int copy_count = 1;
-  // places[copy * parameters.size() + parameter]: in ascending order, without holes.
+  // places[copy * parameters.size() + parameter]: in ascending order, without gaps.
   std::vector<std::vector<SlicePlace>> places;
 
   void check_agreement() const;

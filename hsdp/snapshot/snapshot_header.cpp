@@ -18,7 +18,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "snapshots are little-endian");
 
-// Keeps byte counts and sums of them far from overflow.
+// Keeps byte counts and their sums far from overflow.
 constexpr std::int64_t kMaxElements = std::int64_t{1} << 58;
 
 template <class T>
@@ -152,7 +152,7 @@ std::string printable(std::string_view text, std::size_t max_bytes) {
   for (char& c : result) {
     if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
   }
-  // C1 controls arrive as the UTF-8 pair C2 80..9F.
+  // C1 controls are the UTF-8 pairs C2 80..9F.
   for (std::size_t i = 0; i + 1 < result.size(); ++i) {
     if (result[i] == '\xc2' && static_cast<unsigned char>(result[i + 1]) < 0xa0) {
       result[i] = result[i + 1] = '?';

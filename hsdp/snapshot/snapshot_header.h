@@ -1,8 +1,8 @@
-// The header at the front of every snapshot file: all that hsdp itself needs to find and check the
-// data. docs/snapshot_format.md describes the bytes.
+// The header at the front of every snapshot file: everything hsdp needs to find and check the data.
+// docs/snapshot_format.md describes the bytes.
 //
-// The header fills the HDF5 user block, so HDF5 readers skip it; hsdp reads nothing else but the
-// data [Note: HDF5 for others]. The decoders take any bytes: they throw SnapshotError or return
+// The header fills the HDF5 user block, which HDF5 readers skip; besides it hsdp reads only the
+// data [Note: HDF5 for others]. The decoders accept any bytes: they throw SnapshotError or return
 // numbers that are all in bounds.
 #pragma once
 
@@ -35,7 +35,7 @@ struct SnapshotSlice {
   Dtype data_dtype = Dtype::kF32;
   std::int64_t offset = 0;        // first element in the flattened parameter
   std::int64_t count = 0;         // elements in this file
-  std::uint64_t data_offset = 0;  // of the first byte in the file; 0 when there are none
+  std::uint64_t data_offset = 0;  // of the first byte in the file; 0 without elements
   std::size_t first_block = 0;    // in the checksum table
 
   [[nodiscard]] std::uint64_t data_bytes() const {
@@ -47,20 +47,20 @@ struct SnapshotHeader {
   SnapshotInfo info;
   int file_count = 1;
   std::vector<SnapshotSlice> slices;
-  // Arrays of the replica hop's state, as slices that are whole: the name is the key.
+  // Arrays of the replica hop's state, stored as whole slices named by their keys.
   std::vector<SnapshotSlice> hop_state;
-  std::uint64_t checksums_offset = 0;  // of the table of block checksums in the file
+  std::uint64_t checksums_offset = 0;  // of the table of block checksums, in the file
   std::size_t block_count = 0;
 };
 
-// Calls visit(slice) for all that has data in the file, in the order of its blocks.
+// Calls visit(slice) for every slice with data in the file, in the order of its blocks.
 template <typename Header, typename Visit>
 void for_each_slice(Header& header, Visit visit) {
   for (auto& slice : header.slices) visit(slice);
   for (auto& slice : header.hop_state) visit(slice);
 }
 
-// The oldest version that has all that it holds.
+// The oldest version that can hold the header's content.
 [[nodiscard]] inline std::uint32_t schema_version(const SnapshotHeader& header) {
   return header.hop_state.empty() ? 1 : 2;
 }
@@ -70,11 +70,10 @@ struct HeaderPrefix {
   std::uint32_t schema_version = kSnapshotSchemaVersion;
   std::uint32_t json_bytes = 0;
   std::uint64_t file_bytes = 0;
-  std::uint64_t structure_checksum = 0;  // all bytes behind the JSON text that are not data
+  std::uint64_t structure_checksum = 0;  // all bytes after the JSON text that are not data
   std::uint64_t header_checksum = 0;     // the prefix before this field, then the JSON text
 };
 
-// Bytes [begin, end) of a file.
 struct ByteRange {
   std::uint64_t begin = 0;
   std::uint64_t end = 0;
@@ -86,22 +85,21 @@ struct ByteRange {
 using PrefixBytes = std::array<std::byte, kHeaderPrefixBytes>;
 // encode_prefix() fills in the header checksum.
 [[nodiscard]] PrefixBytes encode_prefix(HeaderPrefix prefix, std::string_view json);
-// Throws unless magic and schema version are ours.
+// Throws SnapshotError unless magic and schema version are ours.
 [[nodiscard]] HeaderPrefix decode_prefix(std::span<const std::byte> bytes);
 [[nodiscard]] std::uint64_t header_checksum(const HeaderPrefix& prefix, std::string_view json);
 
-// The ranges behind the header that hold no parameter data, in file order: what the structure
-// checksum covers. Throws when data ranges overlap.
+// The ranges after the header without parameter data, in file order: the structure checksum covers
+// them. Throws SnapshotError if data ranges overlap.
 [[nodiscard]] std::vector<ByteRange> structure_ranges(const SnapshotHeader& header,
                                                       std::uint64_t header_bytes,
                                                       std::uint64_t file_bytes);
 
-// What makes the facts of a header impossible, or nothing: the writer refuses what the reader
-// would.
+// Why a header is invalid, or nothing. The writer rejects what the reader would reject.
 [[nodiscard]] std::optional<std::string> find_fault(const SnapshotHeader& header);
 
-// Text of a file made fit for messages and terminals: control characters become '?', long text is
-// cut.
+// Makes text from a file fit for messages and terminals: control characters become '?', and long
+// text is cut.
 [[nodiscard]] std::string printable(std::string_view text, std::size_t max_bytes = 200);
 
 }  // namespace hsdp

@@ -11,7 +11,7 @@ namespace {
 using nlohmann::json;
 using nlohmann::ordered_json;
 
-// The format nests objects in the list of parameters, and shapes in these.
+// The format nests objects in the list of parameters, and shapes in those objects.
 constexpr int kMaxDepth = 4;
 
 const json& field(const json& object, const char* key) {
@@ -131,7 +131,7 @@ json parse(std::string_view text) {
   }
 }
 
-// Data and checksum table inside the file; block numbers follow from the order.
+// Checks that data and checksum table lie inside the file; block numbers follow from the order.
 void place_blocks(SnapshotHeader& header, std::uint64_t file_bytes) {
   for_each_slice(header, [&](SnapshotSlice& slice) {
     slice.first_block = header.block_count;
@@ -176,7 +176,7 @@ bool is_snapshot_text(const std::string& text) {
   }
 }
 
-// One line for the run and one for each parameter: the head of a file can be read by people.
+// One line for the run and one per parameter, so that people can read a file's head.
 std::string encode_json(const SnapshotHeader& header) {
   const SnapshotInfo& info = header.info;
   ordered_json root{{"id", info.id},
@@ -200,7 +200,7 @@ std::string encode_json(const SnapshotHeader& header) {
   if (!info.reducer.empty()) root["reducer"] = info.reducer;
   try {
     std::string text = root.dump();
-    text.back() = ',';  // the object goes on
+    text.back() = ',';  // the object continues
     text += "\n\"parameters\":[";
     for (std::size_t i = 0; i < header.slices.size(); ++i) {
       text += (i == 0 ? "\n" : ",\n") + to_json(header.slices[i]).dump();

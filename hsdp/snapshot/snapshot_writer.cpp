@@ -13,7 +13,7 @@
 namespace hsdp {
 namespace {
 
-// Owner of anonymous memory. No huge pages: waiting for them costs more than they save.
+// Owns anonymous memory. Without huge pages: waiting for them costs more than they save.
 class Memory {
  public:
   Memory() = default;
@@ -95,8 +95,8 @@ class SnapshotWriter::Queue {
     thread_.join();
   }
 
-  // Memory for a copy: that of an earlier one if it is large enough, as its pages are there
-  // already.
+  // Memory for a copy. Reuses that of an earlier copy if it is large enough: its pages already
+  // exist.
   Memory memory(std::size_t size_bytes) {
     if (size_bytes == 0) return {};
     Memory spare;
@@ -105,7 +105,7 @@ class SnapshotWriter::Queue {
       spare = std::move(spare_);
     }
     if (spare.size_in_bytes() >= size_bytes) return spare;
-    spare = {};  // given back before more is taken
+    spare = {};  // free it before allocating more
     return {size_bytes, count_};
   }
 
@@ -175,7 +175,7 @@ class SnapshotWriter::Queue {
   std::exception_ptr error_;
   bool writing_ = false;
   bool closing_ = false;
-  std::thread thread_;  // last: it uses all of the above
+  std::thread thread_;  // last: it uses everything above
 };
 
 SnapshotWriter::SnapshotWriter(MemoryCount count)

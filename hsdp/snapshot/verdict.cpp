@@ -9,7 +9,7 @@
 namespace hsdp {
 namespace {
 
-// -log2 of the unit roundoff, as far as verdicts go.
+// -log2 of the unit roundoff that verdicts assume.
 int precision(Dtype dtype) {
   switch (dtype) {
     case Dtype::kBf16:
@@ -83,7 +83,7 @@ bool replica_hop_ran(const SnapshotInfo& info) { return info.replicate_size > 1 
 Dtype coarser(Dtype a, Dtype b) { return precision(b) < precision(a) ? b : a; }
 
 Dtype coarsest_wire(const SnapshotInfo& info, const SnapshotParameter& parameter) {
-  // Whole arrays came from elsewhere, and say by it what they went through there.
+  // Whole arrays come from elsewhere; their reduce_dtype states what they went through.
   const bool shard_hop_ran = info.shard_size > 1 || info.layout == "full";
   const Dtype sent = parameter.reduce_dtype;
   const Dtype wire = shard_hop_ran ? sent : sum_dtype(sent);
@@ -126,7 +126,7 @@ bool is_worse(const ParameterDifference& x, const ParameterDifference& y) {
   if (x.nonfinite_mismatches != y.nonfinite_mismatches) {
     return x.nonfinite_mismatches > y.nonfinite_mismatches;
   }
-  // In units of their limits, so that a bf16 and an f32 parameter can be ranked.
+  // In units of their limits, so that bf16 and f32 parameters can be ranked together.
   const double bad_x = badness(x) / x.limit;
   const double bad_y = badness(y) / y.limit;
   if (bad_x != bad_y) return bad_x > bad_y;

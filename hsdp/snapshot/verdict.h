@@ -1,4 +1,4 @@
-// From collected differences to measures and a verdict [Note: the default verdict].
+// Turns collected differences into measures and a verdict [Note: the default verdict].
 #pragma once
 
 #include "hsdp/compare.h"
@@ -9,7 +9,7 @@ namespace hsdp {
 // The coarser dtype: the one with the larger rounding error.
 [[nodiscard]] Dtype coarser(Dtype a, Dtype b);
 
-// The coarsest wire that the gradients of a parameter crossed.
+// The coarsest wire dtype that a parameter's gradients travelled in.
 [[nodiscard]] Dtype coarsest_wire(const SnapshotInfo& info, const SnapshotParameter& parameter);
 [[nodiscard]] bool is_quantized(const SnapshotInfo& info);
 
@@ -17,7 +17,7 @@ namespace hsdp {
 void judge(const Difference& difference, Criterion criterion, bool judged,
            ParameterDifference& result);
 
-// How bad a parameter is beside others of its comparison.
+// Whether `x` is worse than `y`, another parameter of the comparison.
 [[nodiscard]] bool is_worse(const ParameterDifference& x, const ParameterDifference& y);
 
 }  // namespace hsdp

@@ -42,7 +42,7 @@ class Line {
     return next_ < piece_count_ ? next_++ : piece_count_;
   }
 
-  // Results that come early wait for those before them.
+  // Keeps early results until those before them are taken.
   void take(std::size_t piece, PieceTaker taker) {
     const std::lock_guard lock(mutex_);
     waiting_.emplace(piece, std::move(taker));

@@ -1,5 +1,5 @@
-// Runs numbered pieces of work on several threads and takes their results in order, so that what is
-// computed does not depend on timing.
+// Runs numbered pieces of work on several threads and takes their results in order, so that the
+// outcome does not depend on timing.
 #pragma once
 
 #include <cstddef>
@@ -7,13 +7,13 @@
 
 namespace hsdp {
 
-// A worker computes the piece with that number and returns what takes its result over. Takers are
-// called one at a time, in ascending order.
+// A worker computes piece `piece` and returns a function that takes over its result. Those
+// functions are called one at a time, in ascending order.
 using PieceTaker = std::function<void()>;
 using PieceWorker = std::function<PieceTaker(std::size_t piece)>;
 
-// `make_worker` is called once on each thread; 0 threads: as many as the machine has, up to 8. The
-// first exception stops the rest and is rethrown.
+// Calls `make_worker` once on each thread. 0 threads: as many as the machine has, up to 8. The
+// first exception stops the remaining work and is rethrown.
 void run_pieces(std::size_t piece_count, int thread_count,
                 const std::function<PieceWorker()>& make_worker);
 

@@ -22,7 +22,7 @@ std::string plural(std::int64_t count, const std::string& noun) {
   return count_text(count) + " " + noun + (count == 1 ? "" : ending);
 }
 
-// What is wrong with the worst parameter, and where.
+// Says what is wrong with the worst parameter, and where.
 std::string worst_text(const Comparison& comparison, const ParameterDifference& worst) {
   std::string text = "; worst '" + printable(worst.name) + "': ";
   if (worst.nonfinite_mismatches != 0) {

@@ -1,4 +1,4 @@
-// The findings of hsdp_check in words and numbers that text, JSON and HTML share.
+// The findings of hsdp_check in the words and numbers that text, JSON and HTML share.
 #pragma once
 
 #include <cstdint>

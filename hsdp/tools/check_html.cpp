@@ -15,7 +15,7 @@ bool is_html_report(std::string_view page) {
 std::string to_html(const nlohmann::ordered_json& findings) {
   constexpr std::string_view kPlace = "@FINDINGS@";
   std::string data;
-  // A text cannot end the script element it lies in.
+  // Escape '<', so that no text can end its script element.
   for (const char c : dump(findings, -1)) {
     if (c == '<') {
       data += "\\u003c";

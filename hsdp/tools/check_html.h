@@ -1,4 +1,4 @@
-// The HTML report of hsdp_check: one file without outside resources.
+// The HTML report of hsdp_check: one file without external resources.
 #pragma once
 
 #include <nlohmann/json.hpp>
@@ -7,10 +7,10 @@
 
 namespace hsdp {
 
-// A page around the findings; texts of the snapshots cannot break out of it.
+// A page with the findings; text from snapshots is escaped.
 [[nodiscard]] std::string to_html(const nlohmann::ordered_json& findings);
 
-// Whether a page, or the begin of one, is of to_html(), also of another version.
+// Whether `page`, or its beginning, comes from to_html() of this or another version.
 [[nodiscard]] bool is_html_report(std::string_view page);
 
 }  // namespace hsdp

@@ -11,7 +11,7 @@ using nlohmann::ordered_json;
 
 constexpr int kJsonSchema = 1;
 
-// JSON has no infinities: they and NaN are texts.
+// JSON has no NaN or infinities: write them as text.
 ordered_json number(double value) {
   if (std::isnan(value)) return "nan";
   if (std::isinf(value)) return value > 0 ? "inf" : "-inf";

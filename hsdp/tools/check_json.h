@@ -14,7 +14,7 @@ namespace hsdp {
 [[nodiscard]] nlohmann::ordered_json to_json(const Validation& validation);
 [[nodiscard]] nlohmann::ordered_json error_to_json(const std::string& message);
 
-// Text of any JSON; bytes that are not UTF-8, as paths may hold, are replaced. -1: on one line.
+// Serializes any JSON; replaces bytes that are not UTF-8 (paths may have them). -1: one line.
 [[nodiscard]] std::string dump(const nlohmann::ordered_json& findings, int indent);
 
 }  // namespace hsdp

@@ -63,7 +63,7 @@ po::variables_map parse(int argc, const char* const* argv) {
   positions.add("snapshot", -1);
   po::variables_map values;
   try {
-    // No guessing: --bit is not --bitwise, lest a later option change what a script means.
+    // No abbreviations: if --bit meant --bitwise, a later option could change what a script does.
     const auto style =
         po::command_line_style::default_style & ~po::command_line_style::allow_guessing;
     po::store(

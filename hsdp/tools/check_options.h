@@ -16,10 +16,10 @@ struct CheckOptions {
   bool json = false;
   std::optional<std::filesystem::path> html;
   bool all_rows = false;
-  std::string message;  // not empty: print it and exit 0 (--help, --version)
+  std::string message;  // if not empty, print it and exit 0 (--help, --version)
 };
 
-// UsageError for what cannot be understood.
+// Throws UsageError for an invalid command line.
 [[nodiscard]] CheckOptions parse_check_options(int argc, const char* const* argv);
 
 }  // namespace hsdp

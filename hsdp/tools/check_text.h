@@ -1,4 +1,4 @@
-// The findings of hsdp_check for people: a table that fits the terminal, the verdict last.
+// The findings of hsdp_check as text: a table that fits the terminal, then the verdict.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct TextStyle {
   bool all_rows = false;
 };
 
-// For standard output: its width and colour if it is a terminal, $COLUMNS or ample width otherwise.
+// For standard output: width and colour of a terminal; otherwise $COLUMNS or ample width.
 [[nodiscard]] TextStyle detect_text_style();
 [[nodiscard]] std::string to_text(const Comparison& comparison, const TextStyle& style);
 [[nodiscard]] std::string to_text(const Validation& validation, const TextStyle& style);

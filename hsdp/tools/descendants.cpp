@@ -38,7 +38,7 @@ std::vector<ProcessFacts> all_processes() {
       continue;
     }
     const std::string stat = comm::read_file(entry->path() / "stat").value_or("");
-    // "pid (command) state parent ...": the command may hold anything.
+    // "pid (command) state parent ...": the command may contain any characters.
     const auto command_end = stat.rfind(')');
     if (command_end == std::string::npos) continue;
     std::istringstream fields(stat.substr(command_end + 1));
@@ -70,7 +70,7 @@ std::vector<pid_t> living_descendants() {
   return living;
 }
 
-// Takes note of the children that have ended; whether there are others.
+// Reaps the children that have ended; returns whether any are left.
 bool has_children_left() {
   pid_t ended = 0;
   do {
@@ -85,7 +85,7 @@ void adopt_orphans() { ::prctl(PR_SET_CHILD_SUBREAPER, 1); }
 
 void kill_descendants() {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
-  // Whoever loses its parent becomes a child of this process: without children, nobody is left.
+  // Orphans become children of this process: without children, there are no descendants.
   while (has_children_left() && std::chrono::steady_clock::now() < end) {
     for (const pid_t pid : living_descendants()) ::kill(pid, SIGKILL);
     std::this_thread::sleep_for(std::chrono::milliseconds(2));

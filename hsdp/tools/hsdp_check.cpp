@@ -23,7 +23,7 @@
 namespace hsdp {
 namespace {
 
-// Up to so many bytes of a regular file; nothing of anything else, which might not answer.
+// Up to `count` bytes of a regular file; none of any other file, which might block.
 std::string first_bytes(const std::filesystem::path& path, std::size_t count) {
   std::error_code error;
   if (!std::filesystem::is_regular_file(path, error)) return {};
@@ -34,8 +34,8 @@ std::string first_bytes(const std::filesystem::path& path, std::size_t count) {
   return bytes;
 }
 
-// A report must not take the place of what it is about, nor of a snapshot that stands there because
-// FILE was forgotten.
+// A report must not overwrite its own snapshot, nor another snapshot given because FILE was
+// forgotten.
 void check_report_path(const CheckOptions& options) {
   if (!options.html) return;
   const auto report = std::filesystem::weakly_canonical(*options.html);
@@ -52,9 +52,9 @@ void check_report_path(const CheckOptions& options) {
   }
 }
 
-// An earlier run's report would pass for this run's.
+// Removes an earlier run's report: it could be mistaken for this run's.
 void remove_report(const std::filesystem::path& path) {
-  constexpr std::size_t kTitleBytes = 4096;  // the title is among them
+  constexpr std::size_t kTitleBytes = 4096;  // contains the title
   std::error_code error;
   if (is_html_report(first_bytes(path, kTitleBytes))) std::filesystem::remove(path, error);
 }
@@ -104,7 +104,7 @@ ExitStatus validate(const CheckOptions& options, const Snapshot& a) {
 }
 
 ExitStatus check(int argc, const char* const* argv) {
-  // Until the command line is understood: it may be wrong.
+  // Used until the command line is parsed, which may fail.
   bool json =
       std::any_of(argv, argv + argc, [](std::string_view word) { return word == "--json"; });
   std::optional<std::filesystem::path> report;

@@ -1,7 +1,7 @@
 // Starts the ranks of a job on this host; see --help.
 //
-// Two processes: the one that the user sees, and below it the one that starts the ranks. Each
-// adopts orphans and kills what is left below it, so that even a kill -9 of either leaves no
+// It runs as two processes: the one that the user sees, and its child, which starts the ranks. Both
+// adopt orphans and kill their remaining descendants, so that even a kill -9 of either leaves no
 // process behind.
 #include <fcntl.h>
 #include <sys/prctl.h>
@@ -32,10 +32,10 @@ constexpr int kUsage = 2;
 
 std::atomic<pid_t> launcher{0};
 
-// Else the next file that is opened would pass for a standard stream.
+// Otherwise the next file opened would become a standard stream.
 void open_closed_streams() {
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
-    // Takes the lowest number that is free, which is this one.
+    // Gets the lowest free number, which is `fd`.
     if (::fcntl(fd, F_GETFD) < 0) static_cast<void>(::open("/dev/null", O_RDWR));
   }
 }
@@ -46,7 +46,7 @@ void pass_on(int number) {
 }
 
 int launch(const RunOptions& options, const std::string& job, pid_t parent) {
-  ::setpgid(0, 0);  // the terminal's signals reach it once, from the parent
+  ::setpgid(0, 0);  // the parent forwards the terminal's signals once
   adopt_orphans();
   offer_master_address();
   RankLauncher ranks(options, job, comm::random_secret());
@@ -63,7 +63,7 @@ int await_launcher(pid_t pid) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-// What ranks that were killed during their rendezvous could not remove.
+// Removes the rendezvous files of ranks that were killed during their rendezvous.
 void sweep_rendezvous(const std::string& job) {
   comm::LaunchEnvironment environment;
   environment.job = job;

@@ -1,4 +1,4 @@
-// Cuts a stream of bytes into lines and puts a prefix before each.
+// Splits a stream of bytes into lines and puts a prefix before each.
 #pragma once
 
 #include <string>
@@ -8,12 +8,12 @@ namespace hsdp::tools {
 
 class LinePrefixer {
  public:
-  // A longer line is broken, so that a program that never ends its line cannot fill the memory.
+  // Longer lines are split, so that a program that never ends its line cannot fill the memory.
   static constexpr std::size_t kMaxLineBytes = 1U << 20U;
 
   explicit LinePrefixer(std::string prefix) : prefix_(std::move(prefix)) {}
 
-  // The lines that are complete now, each with prefix and newline; the rest is kept.
+  // Returns the lines that are now complete, each with prefix and newline; keeps the rest.
   [[nodiscard]] std::string feed(std::string_view bytes) {
     std::string ready;
     for (const char c : bytes) {
@@ -23,7 +23,7 @@ class LinePrefixer {
     return ready;
   }
 
-  // The last line, if it has no newline yet.
+  // Returns the last line if it has no newline yet.
   [[nodiscard]] std::string finish() {
     if (line_.empty()) return {};
     std::string whole = prefix_ + line_ + (line_.back() == '\n' ? "" : "\n");

@@ -14,7 +14,7 @@ namespace {
 constexpr const char* kAddress = "MASTER_ADDR";
 constexpr const char* kPort = "MASTER_PORT";
 
-// 0: none.
+// Returns 0 if there is none.
 int free_port() {
   const comm::UniqueFd socket(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};

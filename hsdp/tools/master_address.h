@@ -1,10 +1,10 @@
-// Where torch.distributed of the ranks meets: MASTER_ADDR and MASTER_PORT in the environment.
+// MASTER_ADDR and MASTER_PORT in the environment: where the ranks' torch.distributed meets.
 #pragma once
 
 namespace hsdp::tools {
 
-// Sets both to a port that is free now, unless somebody has set one of them. Leaves them out when
-// there is no such port: hsdp itself needs neither.
+// Sets both, with a port that is free now, unless either is already set. Sets neither if no port is
+// free: hsdp itself does not need them.
 void offer_master_address();
 
 }  // namespace hsdp::tools

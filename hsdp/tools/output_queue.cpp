@@ -12,8 +12,8 @@
 namespace hsdp::tools {
 namespace {
 
-// O_NONBLOCK on the descriptor itself would also hold for whoever gave it to us. Files are left
-// alone: they never wait, and a second opening has an offset of its own.
+// O_NONBLOCK on the descriptor itself would also affect the process that gave it to us. Files never
+// block, and a second opening would have a separate offset: leave them alone.
 comm::UniqueFd open_non_blocking(int fd) {
   struct stat facts {};
   if (::fstat(fd, &facts) != 0) return {};
@@ -37,7 +37,7 @@ void OutputQueue::push(std::string_view text) {
 
 bool OutputQueue::flush() {
   const std::size_t before = written_;
-  // A pipe that is ready takes PIPE_BUF bytes without waiting.
+  // A pipe that is ready takes PIPE_BUF bytes without blocking.
   while (!is_empty() && (own_ || takes_output(fd_))) {
     const std::size_t left = pending_.size() - written_;
     const std::size_t most = own_ ? left : std::min<std::size_t>(left, PIPE_BUF);
@@ -51,7 +51,7 @@ bool OutputQueue::flush() {
     }
   }
   const bool taken = written_ != before;
-  // Moving the rest costs as much as it is long: seldom.
+  // Moving the rest costs time in proportion to its length, so do it rarely.
   if (written_ >= pending_.size() / 2) {
     pending_.erase(0, written_);
     written_ = 0;

@@ -1,4 +1,4 @@
-// A progress bar on standard error, for work that takes long enough to be watched.
+// A progress bar on standard error, for work that takes noticeably long.
 #pragma once
 
 #include <chrono>

@@ -115,12 +115,12 @@ void RankLauncher::step() {
   const std::size_t first_source = ready.size();
   std::vector<std::size_t> sources;
   for (std::size_t i = 0; i < streams_.size(); ++i) {
-    // Ranks wait for a slow reader, as if they had its pipe themselves.
+    // Ranks wait for a slow reader, as if they wrote to its pipe themselves.
     if (!streams_[i].source || outputs_[streams_[i].target].is_full()) continue;
     ready.push_back({streams_[i].source.get(), POLLIN, 0});
     sources.push_back(i);
   }
-  // Nobody is left who could write: what cannot be read now has ended.
+  // No writer is left: a source with nothing to read now has ended.
   const bool all_written = phase_ == Phase::kGone && !sources.empty();
   ::poll(ready.data(), ready.size(), all_written ? 0 : wait_ms());
   if (ready[1].revents != 0) end_if_orphaned();
@@ -175,7 +175,7 @@ void RankLauncher::report_end(int rank, int wait_status) {
     how += " exited with code " + std::to_string(status);
   }
   if (!status_) status_ = status;
-  // Whoever is being ended by us has not failed.
+  // A rank that we are ending has not failed.
   if (phase_ == Phase::kTerminated || phase_ == Phase::kKilled) return;
   begin_grace(how);
 }
@@ -198,7 +198,7 @@ void RankLauncher::advance_phase() {
   if (phase_ == Phase::kGrace) {
     say(left + "sending SIGTERM");
     signal_ranks(SIGTERM);
-    signal_ranks(SIGCONT);  // a stopped rank acts on it too
+    signal_ranks(SIGCONT);  // a stopped rank must act on the signal, too
     hurry(SIGTERM);
     phase_ = Phase::kTerminated;
     phase_end_ = Clock::now() + kKillDelay;
@@ -215,7 +215,7 @@ void RankLauncher::signal_ranks(int number) const {
   }
 }
 
-// Once, so that a rank that prints without end does not keep us from the signals.
+// Reads once, so that a rank that never stops printing does not keep us from the signals.
 void RankLauncher::read_stream(Stream& stream) {
   std::array<char, 1U << 16U> bytes{};
   const ssize_t n = ::read(stream.source.get(), bytes.data(), bytes.size());
@@ -235,7 +235,7 @@ void RankLauncher::flush_outputs() {
   for (OutputQueue& output : outputs_) {
     if (output.flush()) last_taken_ = Clock::now();
   }
-  // Nobody reads our output any more: neither may the ranks write it.
+  // No one reads our output any more: close the ranks' pipes, too.
   for (Stream& stream : streams_) {
     if (outputs_[stream.target].is_closed()) stream.source.reset();
   }
@@ -248,7 +248,7 @@ bool RankLauncher::has_output() const {
                      [](const Stream& stream) { return static_cast<bool>(stream.source); });
 }
 
-// Waits for a reader as long as it lives, unless we are in a hurry.
+// Waits for a live reader for as long as it takes, unless we are in a hurry.
 void RankLauncher::drain() {
   phase_ = Phase::kGone;
   last_taken_ = Clock::now();

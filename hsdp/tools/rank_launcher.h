@@ -1,4 +1,4 @@
-// Starts the ranks of one job, prints what they print, and ends them when one fails.
+// Starts the ranks of one job, prints their output, and ends them when one fails.
 #pragma once
 
 #include <array>
@@ -19,24 +19,24 @@ namespace hsdp::tools {
 
 class RankLauncher {
  public:
-  // Ends everything below this process and the process itself, whatever it is doing.
+  // The signal that ends this process and all its descendants, whatever it is doing.
   static constexpr int kOrphaned = SIGUSR2;
 
-  // `job` and `secret` go to the ranks. Blocks the signals that it handles, for good.
+  // The ranks receive `job` and `secret`. Permanently blocks the signals that it handles.
   RankLauncher(RunOptions options, std::string job, std::string secret);
 
-  // Runs the job; the exit status for hsdp_run. No descendant is left.
+  // Runs the job and returns hsdp_run's exit status. No descendant is left afterwards.
   [[nodiscard]] int run();
 
  private:
   using Clock = std::chrono::steady_clock;
-  // kGone: no rank is left, what they printed goes out.
+  // kGone: no rank is left; the remaining output is being written.
   enum class Phase { kRunning, kGrace, kTerminated, kKilled, kGone };
 
-  // One pipe of one rank.
+  // One rank's pipe for one of its streams.
   struct Stream {
     comm::UniqueFd source;
-    std::size_t target = 0;  // in outputs_
+    std::size_t target = 0;  // index in outputs_
     LinePrefixer lines;
   };
   struct Rank {
@@ -74,10 +74,10 @@ class RankLauncher {
   Phase phase_ = Phase::kRunning;
   Clock::time_point phase_end_;
   std::optional<int> status_;  // of the first failure
-  // Set when we were told to end, or end the ranks: a reader that takes nothing is not waited for
-  // for long, and what it misses makes this the status.
+  // Set once we were told to end or are ending the ranks. We then wait only briefly for a reader
+  // that takes nothing; if it misses output, this becomes the exit status.
   std::optional<int> hurried_status_;
-  Clock::time_point last_taken_;  // when a reader took output, or the hurry began
+  Clock::time_point last_taken_;  // when a reader last took output, or the hurry began
 };
 
 }  // namespace hsdp::tools

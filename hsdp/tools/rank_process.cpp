@@ -38,7 +38,7 @@ void set_environment(const RankPlan& plan) {
   set_variable("LOCAL_WORLD_SIZE", std::to_string(plan.size));
   set_variable("HSDP_JOB", plan.job);
   set_variable("HSDP_SECRET", plan.secret);
-  // What an outer launcher said does not hold for this job.
+  // An outer launcher's settings do not apply to this job.
   for (const char* name :
        {"HSDP_SECRET_FILE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}) {
     ::unsetenv(name);
@@ -88,7 +88,7 @@ RankProcess start_rank(const RankPlan& plan) {
   if (process.pid == 0) become_rank(plan, parent, output, errors, report.write.get());
   ::setpgid(process.pid, process.pid);
   report.write.reset();
-  // The pipe closes at the exec, or brings the reason why there was none.
+  // A successful exec closes the pipe; otherwise it carries the errno.
   if (::read(report.read.get(), &process.exec_error, sizeof process.exec_error) !=
       sizeof process.exec_error) {
     process.exec_error = 0;

@@ -1,4 +1,4 @@
-// One rank that hsdp_run started: a process in a group of its own, its output on two pipes.
+// A rank started by hsdp_run: a process in its own group, with its output on two pipes.
 #pragma once
 
 #include <sys/types.h>
@@ -14,7 +14,7 @@ struct RankProcess {
   pid_t pid = -1;
   comm::UniqueFd output;  // its standard output, non-blocking
   comm::UniqueFd errors;
-  int exec_error = 0;  // errno when the program could not be run
+  int exec_error = 0;  // errno if the program could not be run
 };
 
 struct RankPlan {
@@ -25,7 +25,7 @@ struct RankPlan {
   std::string secret;
 };
 
-// Returns when the program runs, or could not be run. The process is killed when this one dies.
+// Returns once the program runs or has failed to. The kernel kills it when this process dies.
 [[nodiscard]] RankProcess start_rank(const RankPlan& plan);
 
 }  // namespace hsdp::tools

@@ -25,7 +25,7 @@ po::options_description described_options() {
   return options;
 }
 
-// Where the program's own words begin: after "--", or at the first word that is no option.
+// Where the program's command begins: after "--", or at the first word that is not an option.
 std::size_t command_begin(const std::vector<std::string>& arguments) {
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     const std::string& word = arguments[i];

@@ -14,7 +14,7 @@ struct RunOptions {
   std::vector<std::string> command;  // program and arguments, untouched
 };
 
-// `arguments` without the program's own name. UsageError says what is wrong.
+// `arguments` excludes the name of hsdp_run. Throws UsageError for an invalid command line.
 [[nodiscard]] RunOptions parse_run_options(const std::vector<std::string>& arguments);
 [[nodiscard]] std::string run_help();
 

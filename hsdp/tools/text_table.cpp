@@ -8,11 +8,11 @@ namespace hsdp {
 namespace {
 
 constexpr std::size_t kGap = 2;
-constexpr std::size_t kMinWidth = 8;  // of a column that is cut
+constexpr std::size_t kMinWidth = 8;  // of a column whose text is cut
 
 bool continues(char c) { return (static_cast<unsigned char>(c) & 0xc0U) == 0x80U; }
 
-// Bytes of the first `count` code points.
+// The length in bytes of the first `count` code points.
 std::size_t prefix_bytes(std::string_view text, std::size_t count) {
   std::size_t at = 0;
   for (; at < text.size() && count > 0; --count) {
@@ -52,7 +52,7 @@ void TextTable::add_row(char mark, std::vector<std::string> cells) {
   rows_.push_back({mark, std::move(cells)});
 }
 
-// The columns to show, in order; adjusts the width of the one that is cut.
+// The columns to show, in order; adjusts the width of the column that is cut.
 std::vector<std::size_t> TextTable::fit(std::vector<std::size_t>& widths, std::size_t width) const {
   std::vector<std::size_t> shown(columns_.size());
   std::iota(shown.begin(), shown.end(), std::size_t{0});
@@ -63,7 +63,7 @@ std::vector<std::size_t> TextTable::fit(std::vector<std::size_t>& widths, std::s
   };
   const std::size_t widest =
       static_cast<std::size_t>(std::max_element(widths.begin(), widths.end()) - widths.begin());
-  // First cut an overlong column down to a third, then leave columns out, then cut on.
+  // Cut an overlong column to a third of the width, then drop columns, then cut further.
   if (total() > width) widths[widest] = std::min(widths[widest], std::max(kMinWidth, width / 3));
   while (total() > width && shown.size() > 1) {
     const auto least = std::min_element(shown.begin(), shown.end(), [&](auto x, auto y) {

@@ -1,5 +1,5 @@
-// A table of text whose columns fit a width: the least important columns go first, then the widest
-// text is cut in its middle.
+// A table of text that fits a width: drops the least important columns first, then cuts the longest
+// text in its middle.
 #pragma once
 
 #include <cstddef>
@@ -12,14 +12,14 @@ namespace hsdp {
 struct TextColumn {
   std::string title;
   bool right_aligned = true;
-  int importance = 0;  // columns of least importance are left out first; the highest never
+  int importance = 0;  // the least important columns are dropped first; the most important never
 };
 
 class TextTable {
  public:
   explicit TextTable(std::vector<TextColumn> columns) : columns_(std::move(columns)) {}
 
-  // One cell for each column. `mark` stands before the row, in a column of its own.
+  // One cell per column. `mark` precedes the row in an extra column.
   void add_row(char mark, std::vector<std::string> cells);
   [[nodiscard]] std::string render(std::size_t width) const;
 
@@ -35,9 +35,9 @@ class TextTable {
   std::vector<Row> rows_;
 };
 
-// Columns that UTF-8 text takes on a terminal, as far as code points tell.
+// Columns that UTF-8 text takes on a terminal, judged by its code points.
 [[nodiscard]] std::size_t display_width(std::string_view text);
-// At most `width` columns; the middle gives way to "..".
+// At most `width` columns; ".." replaces the middle.
 [[nodiscard]] std::string cut_middle(std::string_view text, std::size_t width);
 
 }  // namespace hsdp

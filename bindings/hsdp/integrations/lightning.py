@@ -1,4 +1,4 @@
-"""A strategy for Lightning's Trainer whose gradients hsdp reduces."""
+"""A strategy for Lightning's Trainer that reduces gradients with hsdp."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class HsdpStrategy(DDPStrategy):
 
         trainer = lightning.Trainer(strategy=HsdpStrategy(replicate=2, shard=4), devices=8)
 
-    - `replicate`, `shard`: the mesh. One alone sets the other; without both, ranks of a host share
-      gradients and hosts are replicas.
-    - `mesh`: an `hsdp.Mesh` instead, which `fit()` leaves open.
+    - `replicate`, `shard`: the mesh. Either one determines the other; without both, the ranks of a host
+      share gradients and hosts are replicas.
+    - `mesh`: an `hsdp.Mesh` to use instead, which `fit()` leaves open.
     - `reducer_options`: options of `hsdp.Reducer`, such as `{"reduce_dtype": "bf16"}`.
 
-    Other arguments are DDPStrategy's; of those for DistributedDataParallel `find_unused_parameters`
-    and `broadcast_buffers`. `fit()` makes a Reducer when it begins and closes it when it ends.
-    Raises UsageError for what has no counterpart here, manual optimization too.
+    Other arguments are DDPStrategy's; of those for DistributedDataParallel, `find_unused_parameters`
+    and `broadcast_buffers` are supported. `fit()` makes a Reducer at its start and closes it at its
+    end. Raises UsageError for features without a counterpart here, including manual optimization.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class HsdpStrategy(DDPStrategy):
 
     @property
     def reducer(self) -> hsdp.Reducer | None:
-        """The Reducer of this or the last `fit()`; None before the first."""
+        """The Reducer of the current or last `fit()`; None before the first."""
         return self._hsdp.reducer
 
     def configure_ddp(self) -> None:
-        """Attaches the model to a Reducer, where DDPStrategy wraps it."""
+        """Attaches the model to a Reducer, where DDPStrategy would wrap it."""
         module = self.lightning_module
         assert module is not None
         if not module.automatic_optimization:
@@ -94,10 +94,10 @@ class HsdpStrategy(DDPStrategy):
             broadcast_buffers=self._broadcast_buffers,
         )
 
-    # Lightning calls it around the batches that do not end a step.
+    # Lightning calls it around batches that do not end a step.
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Batches within are accumulated."""
+        """Accumulates the batches within."""
         self._syncs = False
         try:
             yield
@@ -105,16 +105,16 @@ class HsdpStrategy(DDPStrategy):
             self._syncs = True
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As DDPStrategy's; begins a microbatch."""
+        """Like DDPStrategy's, but begins a microbatch."""
         reducer = self._hsdp.opened()
-        # Before the forward pass, for buffers. One whose backward pass was skipped is still open.
+        # Begin before the forward pass, for buffers. If a backward pass was skipped, one is still open.
         if not self._in_microbatch:
             reducer.begin_microbatch(last=self._syncs)
             self._in_microbatch = True
         return super().training_step(*args, **kwargs)
 
     def post_backward(self, closure_loss: Any) -> None:
-        """Ends the microbatch; after a step's last one `p.grad` has the mean."""
+        """Ends the microbatch; after a step's last one `p.grad` holds the mean."""
         reducer = self._hsdp.opened()
         self._in_microbatch = False
         reducer.end_microbatch()
@@ -122,7 +122,7 @@ class HsdpStrategy(DDPStrategy):
             reducer.gather_gradients()
 
     def on_validation_start(self) -> None:
-        """Validates with rank 0's buffers, as DDPStrategy does."""
+        """Validates with rank 0's buffers, like DDPStrategy."""
         super().on_validation_start()
         if self._broadcast_buffers and self.lightning_module is not None and self._hsdp.is_open:
             buffers = torch.nn.Module()
@@ -135,6 +135,6 @@ class HsdpStrategy(DDPStrategy):
         self._hsdp.close(exception)
 
     def teardown(self) -> None:
-        """As DDPStrategy's."""
+        """See DDPStrategy."""
         self._hsdp.close()
         super().teardown()

@@ -1,4 +1,4 @@
-"""The Reducer of a model that somebody else's loop trains, and the mesh it runs on."""
+"""The Reducer and mesh of a model that another library's loop trains."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class TrainedModel:
     """Opens a Reducer when training begins and closes it at the end. May be opened again.
 
-    `who` begins its errors. The other arguments are the user's: `replicate` and `shard`, or a mesh,
-    which stays open, and options of `hsdp.Reducer`.
+    `who` is the prefix of its errors. The other arguments come from the user: `replicate` and `shard`,
+    or a mesh, which stays open, and options of `hsdp.Reducer`.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TrainedModel:
         find_unused_parameters: bool,
         broadcast_buffers: bool,
     ) -> None:
-        """Gives the ranks the same weights, and attaches the model. Collective."""
+        """Gives the ranks the same weights and attaches the model. Collective."""
         self.close()
         if self._mesh is None:
             mesh = self._own_mesh = self._open_mesh(device, timeout_s)
@@ -80,7 +80,7 @@ class TrainedModel:
         return self.reducer is not None and not self.reducer.closed
 
     def opened(self) -> hsdp.Reducer:
-        """The Reducer while it is open; else a UsageError."""
+        """The Reducer if it is open; otherwise raises UsageError."""
         if self.reducer is None or self.reducer.closed:
             raise UsageError(
                 f"{self._who}: expected a training step within training, got one before it was set "
@@ -89,10 +89,10 @@ class TrainedModel:
         return self.reducer
 
     def close(self, error: BaseException | None = None) -> None:
-        """Drops what is pending. Safe to call twice; `reducer.stats()` can be read after.
+        """Drops what is pending. Safe to call twice; `reducer.stats()` still works afterwards.
 
-        `error`: what ends the training on this rank. Others that do not hear of it, as they wait for
-        this rank in torch.distributed, are not waited for; but on a mesh of the user's, which stays.
+        `error`: what ends the training on this rank. If others cannot hear of it, because they wait for this rank in
+        torch.distributed, the mesh ends; a mesh that the user passed stays open.
         """
         if error is not None and self.is_open:
             reason = reason_of("training raised", error)

@@ -1,4 +1,4 @@
-"""A transformers.Trainer whose gradients hsdp reduces, in place of DistributedDataParallel."""
+"""A transformers.Trainer that reduces gradients with hsdp instead of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class HsdpTrainer(transformers.Trainer):
 
         trainer = HsdpTrainer(model, args, train_dataset=data, replicate=2, shard=4)
 
-    In front of a Trainer of your own it does the same: `class Mine(HsdpTrainer, MyTrainer): ...`.
+    It also works in front of your own Trainer: `class Mine(HsdpTrainer, MyTrainer): ...`.
 
-    - `replicate`, `shard`: the mesh. One alone sets the other; without both, ranks of a host share
-      gradients and hosts are replicas.
-    - `mesh`: an `hsdp.Mesh` instead, which `train()` leaves open.
+    - `replicate`, `shard`: the mesh. Either one determines the other; without both, the ranks of a host
+      share gradients and hosts are replicas.
+    - `mesh`: an `hsdp.Mesh` to use instead, which `train()` leaves open.
     - `reducer_options`: options of `hsdp.Reducer`, such as `{"reduce_dtype": "bf16"}`. `missing` is
       "zero" where Trainer would let DistributedDataParallel find unused parameters.
 
-    All other arguments are Trainer's. `train()` makes a Reducer when it begins and closes it when it
-    ends. Raises UsageError for arguments that ask for another way to spread the model.
+    All other arguments are Trainer's. `train()` makes a Reducer at its start and closes it at its end.
+    Raises UsageError for arguments that distribute the model in another way.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class HsdpTrainer(transformers.Trainer):
 
     @property
     def reducer(self) -> hsdp.Reducer | None:
-        """The Reducer of this or the last `train()`; None before the first."""
+        """The Reducer of the current or last `train()`; None before the first."""
         return self._hsdp.reducer
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer's."""
+        """See Trainer."""
         super().create_accelerator_and_postprocess()
-        # With evaluation_mode a model gets autocast and torch.compile, but no DistributedDataParallel.
+        # With evaluation_mode, a model gets autocast and torch.compile, but no DistributedDataParallel.
         prepare_model: Any = functools.partial(self.accelerator.prepare_model, evaluation_mode=True)
         self.accelerator.prepare_model = prepare_model
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's."""
+        """See Trainer."""
         try:
             return super().train(*args, **kwargs)
         except BaseException as error:
@@ -77,10 +77,10 @@ class HsdpTrainer(transformers.Trainer):
             raise
         finally:
             self._hsdp.close()
-            # Else accelerate takes it for prepared, and a Trainer without hsdp would leave out DDP.
+            # Otherwise accelerate considers it prepared, and a Trainer without hsdp would omit DDP.
             setattr(self.model, "_is_accelerate_prepared", False)  # noqa: B010 - None for checkers
 
-    # After the weights of a checkpoint are loaded, before the first batch.
+    # After loading the weights of a checkpoint, before the first batch.
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **kwargs)
         model: Any = self.model
@@ -95,7 +95,7 @@ class HsdpTrainer(transformers.Trainer):
         return prepared
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's; a microbatch of the Reducer."""
+        """Like Trainer's, within a microbatch of the Reducer."""
         reducer = self._hsdp.opened()
         last = self.accelerator.sync_gradients
         with reducer.microbatch(last=last):
@@ -107,7 +107,7 @@ class HsdpTrainer(transformers.Trainer):
     def _require_data_parallel(self) -> None:
         kind = self.accelerator.distributed_type.value
         others = [name for name in ("fsdp", "deepspeed") if getattr(self.args, name, None)]
-        if others:  # which accelerate leaves aside on CPUs
+        if others:  # accelerate ignores these on CPUs
             what = f"{others[0]} in the arguments"
         elif kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
             what = f"accelerate's distributed type {kind}"

@@ -1,6 +1,6 @@
-"""What hsdp does for PyTorch, beside `Reducer.attach` and `broadcast_parameters`.
+"""What hsdp offers for PyTorch, besides `Reducer.attach` and `broadcast_parameters`.
 
-Imported when it is first asked for: `import hsdp` does not import torch.
+It is imported when it is first used: `import hsdp` does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-# FSDP2, DTensor and torch's checkpoints take long to import, and not everyone needs them.
+# FSDP2, DTensor and torch's checkpoints take long to import, and not every program needs them.
 def __getattr__(name: str) -> _Any:
     if name == "FlatSlice":
         return _importlib.import_module("hsdp.torch.flat_slice").FlatSlice

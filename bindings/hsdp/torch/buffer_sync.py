@@ -1,4 +1,4 @@
-"""Buffers that follow those of rank 0: running statistics, for the most part.
+"""Buffers that follow those of rank 0, mostly running statistics.
 
 [Note: buffers follow rank 0]
 """
@@ -20,9 +20,9 @@ from hsdp.torch import private_torch
 from hsdp.torch.trainable_parameters import is_dtensor
 from hsdp.torch.value_digests import row_major_bytes, value_digests
 
-_MESSAGE_BYTES = 24 << 10  # of which a control message for many ranks has room
+_MESSAGE_BYTES = 24 << 10  # fits in a control message for many ranks
 _FAULT = "!"
-_ACT = "copy buffers of rank 0"  # to other ranks, in errors
+_ACT = "copy buffers of rank 0"  # what other ranks' errors say
 
 
 class _Place(NamedTuple):
@@ -32,12 +32,12 @@ class _Place(NamedTuple):
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """Whose buffer it is, as long as that lives."""
+        """The module that has the buffer, while it lives."""
         return self.owner()
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """What is there now and has values that can be copied."""
+        """The current buffer, if it has values that can be copied."""
         found = getattr(self.module, self.key, None)
         if found is None or is_dtensor(found) or found.is_inference():
             return None
@@ -46,31 +46,31 @@ class _Place(NamedTuple):
 
     @property
     def of_norm(self) -> bool:
-        """Whether F.batch_norm may write to it, which counts no version."""
+        """Whether F.batch_norm may write to it, which does not change its version."""
         module = self.module
         return module is not None and "running_mean" in private_torch.buffers_of(module)
 
     @property
     def state(self) -> tuple[Any, ...] | None:
-        """Changes when somebody writes to it or replaces it."""
+        """Changes when the buffer is written to or replaced."""
         tensor = self.tensor
         return None if tensor is None else (tensor.data_ptr(), private_torch.version(tensor))
 
 
 class BufferSync:
-    """Copies rank 0's buffers to all ranks when one of any rank has changed. The buffers that the model
-    has when this is made, but for those of the names in `without`.
+    """Copies rank 0's buffers to all ranks if any rank's have changed. Covers the buffers that the
+    model has at construction, except those named in `without`.
     """
 
     def __init__(self, mesh: Mesh, model: torch.nn.Module, without: Collection[str]) -> None:
         self._mesh = mesh
         self._places = list(_places(model, without))
-        self._seen: list[Any] | None = None  # their states when they were last the same everywhere
+        self._seen: list[Any] | None = None  # their states when they were last equal on all ranks
         self._layout = ""
 
     @property
     def is_needed(self) -> bool:
-        """Whether there is something to be the same on several ranks."""
+        """Whether there are buffers to keep equal."""
         return bool(self._places)
 
     def description(self) -> list[str]:
@@ -78,8 +78,8 @@ class BufferSync:
         return [f"buffer '{place.name}'" for place in self._places]
 
     def synchronise(self, trained: bool) -> None:
-        """Collective, once in each step. One short message where nothing has changed. Those of the first
-        rank that has `trained` since, where some have not, as in a loop of `hsdp.uneven`.
+        """Collective, once per step. Sends one short message if nothing has changed. Copies from the
+        first rank that has `trained` since, as some may not have in a loop of `hsdp.uneven`.
         """
         world = self._mesh.world
         try:
@@ -111,7 +111,7 @@ class BufferSync:
                 self._copy(changed, next((i for i, part in enumerate(parts) if part[2] == "1"), 0))
         self._seen = [place.state for place in self._places]
 
-    # What this rank's buffers are, and which of them have changed; at first, their values.
+    # This rank's layout of buffers, and which have changed; the first time, their values.
     def _word(self) -> str:
         if self._seen is None:
             tensors = [p.tensor for p in self._places]
@@ -121,7 +121,7 @@ class BufferSync:
         now = [place.state for place in self._places]
         if now == self._seen and not any(map(_is_unseen, self._places)):
             return f"0 {self._layout}"
-        # What F.batch_norm writes shows in the counter beside it.
+        # A write by F.batch_norm shows in the counter beside the buffer.
         modules = {
             id(place.module)
             for place, state, seen in zip(self._places, now, self._seen, strict=True)
@@ -172,12 +172,12 @@ class BufferSync:
             count = tensor.numel() * tensor.element_size()
             values = data[offset : offset + count].to(tensor.device).clone().view(tensor.dtype)
             offset += count
-            # As F.batch_norm writes them: a graph that was recorded before may still run backward.
+            # Write like F.batch_norm: a graph recorded before may still run backward.
             target = tensor.data if place.of_norm else tensor.detach()
             target.copy_(values.view(tensor.shape))
 
-    # On a GPU as messages: a collective in between those of other Reducers and gathers has no place in
-    # their order [Note: one order for all collectives].
+    # On a GPU, sends messages: a collective here would have no place in the order of those of other
+    # Reducers and gathers [Note: one order for all collectives].
     def _broadcast(self, data: torch.Tensor, root: int) -> torch.Tensor:
         world = self._mesh.world
         if data.is_cpu:
@@ -195,7 +195,7 @@ def _broadcast_by_messages(mesh: Mesh, data: torch.Tensor, root: int) -> torch.T
     return torch.frombuffer(bytearray(b"".join(parts)), dtype=torch.uint8).to(data.device)
 
 
-# F.batch_norm with statistics of one's own and no counter beside them.
+# Has statistics for F.batch_norm, but no counter beside them.
 def _is_unseen(place: _Place) -> bool:
     return place.of_norm and getattr(place.module, "num_batches_tracked", None) is None
 

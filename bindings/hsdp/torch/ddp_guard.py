@@ -1,4 +1,4 @@
-"""Makes DistributedDataParallel raise when a Reducer takes the gradients of the model that it wraps."""
+"""Makes DistributedDataParallel raise if a Reducer takes the gradients of the model that it wraps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hsdp.errors import UsageError
 
-# When a wrapper was last found to have nothing attached, in numbers of attachments so far.
+# The number of attachments when a wrapper was last found to have nothing attached.
 _cleared: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 def guard_ddp(is_attached: Callable[[torch.Tensor], bool], attach_count: Callable[[], int]) -> None:
-    """From here on, once in a process. Looks at parameters only where something was attached since the
-    wrapper's last forward pass.
+    """Installs the guard, once per process. It looks at parameters only if something was attached since
+    the wrapper's last forward pass.
     """
     forward = DistributedDataParallel.forward
 

@@ -1,4 +1,4 @@
-"""Meshes out of torch's DeviceMesh."""
+"""Meshes from torch's DeviceMesh."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _known: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
 
 
 def mesh_from_torch(device_mesh: Any, **options: Any) -> Mesh:
-    """The hsdp.Mesh over the ranks of a torch DeviceMesh: (replicate, shard), or a shard group only
-    where it has one dimension.
+    """The hsdp.Mesh over the ranks of a torch DeviceMesh: (replicate, shard), or only a shard group if
+    it has one dimension.
 
-    Collective over the job when the DeviceMesh comes for the first time; the same Mesh after that,
-    until it is closed. `options` are `engine` and `timeout_s` of `init_mesh`.
+    The first call for a DeviceMesh is collective over the job; later calls return the same Mesh until
+    it is closed. `options` are `engine` and `timeout_s` of `init_mesh`.
 
-    Raises UsageError for options other than those of the Mesh that is there already.
+    Raises UsageError if the options differ from those of the existing Mesh.
     """
     ranks = getattr(device_mesh, "mesh", None)
     if not isinstance(ranks, torch.Tensor) or ranks.ndim not in (1, 2):

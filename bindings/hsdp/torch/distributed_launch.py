@@ -1,4 +1,4 @@
-"""Who the ranks are, where only torch.distributed was told [Note: launch detection]."""
+"""The ranks, when only torch.distributed knows them [Note: launch detection]."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hsdp.torch import private_torch
 from hsdp.torch.meeting_store import MeetingStore
 from hsdp.torch.store_rendezvous import address_of_rank_0, address_of_store
 
-# Agreed once for a default group; empty where the launcher has said all.
+# Agreed once per default group; empty if the launcher has set everything.
 _agreed: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
 _RANK_AND_SIZE = (
@@ -27,7 +27,7 @@ _RANK_AND_SIZE = (
     ("PMI_RANK", "PMI_SIZE"),
     ("SLURM_PROCID", "SLURM_NTASKS"),
 )
-# Slurm's batch and interactive shells are no parallel steps.
+# Slurm's batch and interactive shells are not parallel steps.
 _NO_SLURM_STEPS = ("", "batch", "interactive", "4294967291", "4294967290")
 
 
@@ -38,12 +38,12 @@ class _Said(NamedTuple):
 
 @contextmanager
 def launched(timeout_s: float) -> Iterator[None]:
-    """A block in which the launcher's variables are whole. Collective over the default group.
+    """A block in which the launcher's variables are complete. Collective over the default group.
 
-    Raises UsageError where the launcher contradicts torch.distributed, on the other ranks
-    MismatchError; TimeoutError when a rank does not come.
+    Raises UsageError if the launcher contradicts torch.distributed, and MismatchError on the other
+    ranks; TimeoutError if a rank does not come.
     """
-    # A timeout that is none is refused in the block.
+    # The block rejects an invalid timeout.
     variables = _variables(timeout_s) if timeout_s > 0 else {}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -63,7 +63,7 @@ def launched(timeout_s: float) -> Iterator[None]:
 
 
 def job_size() -> int:
-    """How many ranks there are. Asks nobody."""
+    """The number of ranks. Does not communicate."""
     fault = _contradiction(_launcher_place())
     if fault:
         raise UsageError(fault)
@@ -78,7 +78,7 @@ def _variables(timeout_s: float) -> dict[str, str]:
     if known is not None and not fault:
         return known
     store = private_torch.default_store()
-    if store is None:  # MPI's, which has its launcher's variables
+    if store is None:  # MPI: its launcher's variables are set
         if fault or place is None:
             raise UsageError(fault or "launch: expected a store of torch.distributed's default "
                              "group, got none; start the ranks with mpirun, or set RANK and "
@@ -86,7 +86,7 @@ def _variables(timeout_s: float) -> dict[str, str]:
         return {}
     mine = {
         "host": _host_identity(),
-        # Rank and size alone do not say how many hosts there are.
+        # Rank and size alone do not tell the number of hosts.
         "launched": place is not None and ("LOCAL_WORLD_SIZE" in os.environ or not _text("RANK")),
         "fault": fault,
         "meets_at": {name: _text(name) for name in ("HSDP_ADDR", "HSDP_PORT") if _text(name)},
@@ -106,7 +106,7 @@ def _variables(timeout_s: float) -> dict[str, str]:
 
 
 def _launcher_place() -> tuple[int, int] | None:
-    """Rank and size by the launcher; None where its variables are not all there."""
+    """The launcher's rank and size; None if its variables are incomplete."""
     try:
         size = _hsdp.job_size()
     except UsageError:
@@ -134,7 +134,7 @@ def _contradiction(place: tuple[int, int] | None) -> str:
 def _agree(
     store: Any, rank: int, size: int, mine: dict[str, Any], timeout_s: float
 ) -> _Said:
-    """What each rank says, and a name for the job that no other has."""
+    """All ranks' statements, and a unique name for the job."""
     meeting = MeetingStore(store, "hsdp/launch", size, timeout_s)
     return _Said(*meeting.exchange(
         rank, mine, lambda words: [f"torch-{secrets.token_hex(16)}", words]
@@ -162,13 +162,13 @@ def _place_by_torch(store: Any, rank: int, said: _Said, timeout_s: float) -> dic
 
 
 def _host_identity() -> str:
-    """The same for ranks that can meet at a Unix socket and share memory: not for containers of one
-    machine, which go by TCP.
+    """The same for ranks that can meet at a Unix socket and share memory. Containers on one machine
+    differ, and use TCP.
     """
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network, files = os.stat("/proc/self/ns/net"), os.stat("/tmp")
-    except OSError:  # nothing is known, so nobody is on the same host
+    except OSError:  # unknown: no rank counts as being on the same host
         return secrets.token_hex(16)
     return f"{boot}/{os.geteuid()}/{network.st_ino}/{files.st_dev}/{files.st_ino}"
 

@@ -1,4 +1,4 @@
-"""torch's DTensors: a Reducer's shards as such, and snapshots of them."""
+"""torch's DTensors: a Reducer's shards as DTensors, and snapshots of DTensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _device_meshes: weakref.WeakKeyDictionary[Mesh, DeviceMesh] = weakref.WeakKeyDic
 
 
 def shard_dtensor(reducer: Reducer, name: str, device_mesh: DeviceMesh | None = None) -> DTensor:
-    """`Reducer.shard_dtensor`, which says what it does."""
+    """See `Reducer.shard_dtensor`."""
     if reducer.layout != "dim0":
         raise UsageError(
             f"reducer: shard_dtensor: expected layout 'dim0', got '{reducer.layout}'; make the "
@@ -38,7 +38,7 @@ def shard_dtensor(reducer: Reducer, name: str, device_mesh: DeviceMesh | None = 
             f"reducer: shard_dtensor: expected '{name}' to have rows, got a scalar; give it the "
             "shape (1,), or take shard()"
         )
-    local = torch.from_dlpack(reducer.shard(name))  # refuses an unknown name
+    local = torch.from_dlpack(reducer.shard(name))  # rejects an unknown name
     assert shape is not None
     local = of_kind(local, is_complex)
     device_mesh = _device_mesh_of(reducer.mesh, device_mesh)
@@ -50,7 +50,7 @@ def shard_dtensor(reducer: Reducer, name: str, device_mesh: DeviceMesh | None = 
 
 
 def row_range(row_count: int, rank: int, size: int) -> tuple[int, int]:
-    """The rows of rank `rank` when `size` ranks share a dimension: layout dim0, and Shard(0)."""
+    """The rows of rank `rank` when `size` ranks share a dimension, in layout dim0 and Shard(0)."""
     each = -(-row_count // size)
     return min(rank * each, row_count), min((rank + 1) * each, row_count)
 
@@ -95,8 +95,8 @@ def _device_mesh_of(mesh: Mesh, given: DeviceMesh | None) -> DeviceMesh:
 def snapshot_entries(
     named_gradients: Mapping[str, Any], mesh: Mesh | None
 ) -> tuple[list[Entry], str]:
-    """What this rank writes of gradients that may be torch tensors and DTensors, and the layout of
-    it: whole ones, or, once one of them is sharded, every one cut into rows.
+    """What this rank writes of gradients that may be torch tensors or DTensors, and its layout: whole
+    gradients, or, if any of them is sharded, all cut into rows.
     """
     shards = {name: _shard_dimension(name, x) for name, x in named_gradients.items()}
     if all(dimension is None for dimension in shards.values()):
@@ -111,7 +111,7 @@ def snapshot_entries(
     return [_rows(name, x, shards[name], mesh) for name, x in named_gradients.items()], "dim0"
 
 
-# The dimension of a DTensor's device mesh over which its rows are cut; None: it is whole here.
+# The dimension of a DTensor's device mesh over which its rows are sharded; None if it is whole.
 def _shard_dimension(name: str, x: Any) -> int | None:
     if not isinstance(x, DTensor):
         return None
@@ -148,7 +148,7 @@ def _rows(name: str, x: Any, dimension: int | None, mesh: Mesh) -> Entry:
     return name, shape, None, begin * math.prod(shape[1:]), local
 
 
-# What DLPack can export: detached, dense, in host memory, row-major.
+# A tensor that DLPack can export: detached, dense, in host memory, row-major.
 def _on_host(name: str, x: Any) -> Any:
     if not isinstance(x, torch.Tensor):
         return x

@@ -24,7 +24,7 @@ from hsdp.torch import private_torch
 _aten = torch.ops.aten
 
 
-# What copies or moves a tensor of any shape.
+# Functions that copy or move a tensor of any shape.
 @functools.cache
 def _copies() -> frozenset[Any]:
     return frozenset({
@@ -34,11 +34,11 @@ def _copies() -> frozenset[Any]:
 
 
 class FlatSlice(torch.Tensor):
-    """Elements of a tensor from `offset` on, in row-major order, as a tensor of the whole's shape.
+    """Consecutive elements of a tensor in row-major order, from `offset`, with the whole's shape.
 
-    Of values it has `to_local()` alone, a flat tensor. It can be copied, moved, pickled, and saved
-    and loaded by torch.distributed.checkpoint, which sees at most 2 d - 1 boxes of d dimensions;
-    another operation is a UsageError.
+    Its values are only available as `to_local()`, a flat tensor. It can be copied, moved, pickled, and
+    saved and loaded by torch.distributed.checkpoint, which sees at most 2 d - 1 boxes of d dimensions.
+    Any other operation raises UsageError.
     """
 
     _local: torch.Tensor
@@ -53,22 +53,22 @@ class FlatSlice(torch.Tensor):
         return made
 
     def to_local(self) -> torch.Tensor:
-        """This rank's elements, flat; no copy."""
+        """This rank's elements as a flat tensor; no copy."""
         return self._local
 
     @property
     def offset(self) -> int:
-        """The place of the first one in the whole, in elements."""
+        """The place of the first element in the whole, in elements."""
         return self._offset
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         count = self._local.numel()
         return f"FlatSlice({self._local}, {count} elements from {self._offset} of {tuple(self.shape)})"
 
-    # Without torch's own way for wrappers, which torch.load(weights_only=True) would not take.
+    # Not torch's way for wrappers, which torch.load(weights_only=True) would reject.
     def __reduce_ex__(self, protocol: Any) -> Any:
         local = self._local
-        if local.untyped_storage().nbytes() > local.nbytes:  # of which all would be saved
+        if local.untyped_storage().nbytes() > local.nbytes:  # otherwise all of it would be saved
             local = local.clone()
         return rebuild_flat_slice, (local, tuple(self.shape), self._offset)
 
@@ -99,9 +99,9 @@ class FlatSlice(torch.Tensor):
             and self._local.shape == other._local.shape
         )
 
-    # What torch.distributed.checkpoint asks of a tensor that is not whole.
+    # What torch.distributed.checkpoint calls on a tensor that is not whole.
 
-    # Only a load asks. It writes into a copy, of which load_state_dict takes what is whole.
+    # Only loading calls this. It writes into a copy, from which load_state_dict takes complete ones.
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         self._local = self._local.clone()
         return self._chunks()
@@ -141,13 +141,13 @@ class FlatSlice(torch.Tensor):
 
     def _boxes(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         shape = tuple(self.shape)
-        if self.numel() == 0:  # said by every rank, so that its name is not lost
+        if self.numel() == 0:  # every rank reports it, so that its name is not lost
             return [((0,) * len(shape), shape)]
         return boxes_of(shape, self._offset, self._offset + self._local.numel())
 
 
 def rebuild_flat_slice(local: torch.Tensor, shape: tuple[int, ...], offset: int) -> FlatSlice:
-    """What a pickle calls."""
+    """Called by a pickle."""
     return FlatSlice(local, shape, offset)
 
 
@@ -157,8 +157,8 @@ torch.serialization.add_safe_globals([rebuild_flat_slice])
 def boxes_of(
     shape: tuple[int, ...], begin: int, end: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The elements from `begin` to before `end` of a row-major array as boxes, in their order: a
-    (offsets, sizes) each, at most 2 d - 1 of them.
+    """The elements from `begin` to before `end` of a row-major array as boxes (offsets, sizes), in
+    order; at most 2 d - 1 of them.
     """
     if begin >= end:
         return []

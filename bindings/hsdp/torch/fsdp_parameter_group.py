@@ -1,6 +1,6 @@
 """The parameters of one FSDPModule, which FSDP2 reduces together as one flat tensor.
 
-FSDP2 has no public way to list these groups; private_torch.py has what it takes.
+FSDP2 has no public way to list these groups; private_torch.py has what is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FsdpParameterGroup:
 
     @property
     def identity(self) -> int:
-        """Which of FSDP2's own groups it is."""
+        """Identifies FSDP2's group."""
         return id(self._group)
 
     @property
@@ -37,7 +37,7 @@ class FsdpParameterGroup:
 
     @property
     def mesh_text(self) -> str | None:
-        """What keeps a replica hook out; None: a one-dimensional shard mesh, as it should be."""
+        """Why a replica hook cannot be used; None for a one-dimensional shard mesh, as required."""
         info = self._group.mesh_info
         if private_torch.fsdp_has_replicas(info):
             return f"a {info.mesh.ndim}-D mesh {tuple(info.mesh.shape)}, which has replicas"
@@ -45,25 +45,25 @@ class FsdpParameterGroup:
 
     @property
     def device(self) -> torch.device:
-        """Where FSDP2 computes."""
+        """The device on which FSDP2 computes."""
         device: torch.device = self._group.device
         return device
 
     @property
     def divide_factor(self) -> float | None:
-        """What set_gradient_divide_factor set."""
+        """The factor set by set_gradient_divide_factor."""
         factor: float | None = self._group.gradient_divide_factor
         return factor
 
     @property
     def sums(self) -> bool:
-        """Whether the flat tensor holds sums over the shard group, not means."""
+        """Whether the flat tensor holds sums over the shard group rather than means."""
         forced = self._group.force_sum_reduction_for_comms or self.divide_factor is not None
         return bool(forced) or self.reduce_dtype == torch.float16
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """What FSDP2 sends in the reduce-scatter; UsageError where that is not one dtype."""
+        """The dtype of FSDP2's reduce-scatter; raises UsageError if there is more than one."""
         found = private_torch.fsdp_reduce_dtypes(self._group) or {self.dtype}
         (dtype, *others) = sorted(found, key=str)
         if others or dtype is None:
@@ -76,55 +76,55 @@ class FsdpParameterGroup:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the parameters and their gradients."""
+        """The dtype of the parameters and their gradients."""
         dtype: torch.dtype = self._group.fsdp_params[0].sharded_param.dtype
         return dtype
 
     @property
     def gradient_dtypes(self) -> set[torch.dtype | None]:
-        """What the parameters' grad_dtype says; None: any."""
+        """The parameters' grad_dtype; None: any."""
         return {getattr(p.sharded_param, "grad_dtype", self.dtype) for p in self._trainable()}
 
     @property
     def hook(self) -> Any:
-        """What set_all_reduce_hook set."""
+        """The hook set by set_all_reduce_hook."""
         return private_torch.fsdp_all_reduce_hook(self._group)
 
     def set_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
-        """As FSDPModule.set_all_reduce_hook; None takes the hook out."""
-        module: Any = self._module  # torch has forgotten None in the type
+        """Like FSDPModule.set_all_reduce_hook; None removes the hook."""
+        module: Any = self._module  # torch's type lacks None
         module.set_all_reduce_hook(hook)
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Whether it is one of them, as optimizers have it."""
+        """Whether it is one of these parameters, as seen by optimizers."""
         return any(p.sharded_param is parameter for p in self._group.fsdp_params)
 
     def _trainable(self) -> Iterator[Any]:
         return (p for p in self._group.fsdp_params if p.sharded_param.requires_grad)
 
     def count(self) -> int:
-        """Elements of the flat tensor when every trainable parameter has a gradient."""
+        """Elements of the flat tensor if every trainable parameter has a gradient."""
         return sum(p.padded_sharded_param_size.numel() for p in self._trainable())
 
     @property
     def in_backward(self) -> bool:
-        """Whether FSDP2 is in a backward of the model, however deep."""
+        """Whether FSDP2 is in a backward pass of the model, at any depth."""
         return bool(private_torch.fsdp_root(self._module).post_backward_final_callback_queued)
 
     @property
     def root(self) -> int:
-        """Which model of FSDPModules it is in."""
+        """Identifies the model of FSDPModules that contains it."""
         return id(private_torch.fsdp_root(self._module))
 
     def trainable_ids(self) -> tuple[int, ...]:
-        """Which parameters the flat tensor has."""
+        """The ids of the parameters in the flat tensor."""
         return tuple(id(p) for p in self._trainable())
 
     def places(
         self, names: dict[int, str]
     ) -> list[tuple[str, tuple[int, ...], str, int, int, int]]:
-        """Of each trainable parameter: name, whole shape and dtype; where this rank's slice begins in
-        the flat tensor, its elements, and where those begin in the parameter, shard after shard.
+        """For each trainable parameter: name, whole shape and dtype; where this rank's slice begins in
+        the flat tensor, its element count, and where it begins in the parameter, shard after shard.
         """
         places = []
         offset = 0
@@ -139,7 +139,7 @@ class FsdpParameterGroup:
         return places
 
     def add_to_gradients(self, flat: torch.Tensor) -> None:
-        """What FSDP2 does with the flat tensor after its hook: divides, casts, and sets or adds to
+        """Does what FSDP2 does with the flat tensor after its hook: divides, casts, and sets or adds to
         the gradients.
         """
         divide_after = private_torch.fsdp_divisor_after(self._group, self.reduce_dtype, self.device.type)
@@ -164,7 +164,7 @@ class FsdpParameterGroup:
 
 
 def fsdp_parameter_groups(model: torch.nn.Module) -> list[FsdpParameterGroup]:
-    """The groups of `model`, in module order. UsageError where one cannot take a hook."""
+    """The groups of `model`, in module order. Raises UsageError if one cannot take a hook."""
     found: list[FsdpParameterGroup] = []
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -193,7 +193,7 @@ def fsdp_parameter_groups(model: torch.nn.Module) -> list[FsdpParameterGroup]:
 def places_within(
     groups: list[FsdpParameterGroup], module: torch.nn.Module | None, recurse: bool
 ) -> list[int]:
-    """Which of the groups are a module's own and, with `recurse`, of modules within it; None: all."""
+    """Places of the groups that are a module's own or, with `recurse`, of those within; None: all."""
     if module is None:
         return list(range(len(groups)))
     if not isinstance(module, torch.nn.Module):
@@ -215,5 +215,5 @@ def places_within(
 
 
 def title(name: str) -> str:
-    """What a module is called in errors."""
+    """How errors name a module."""
     return f"'{name}'" if name else "the root module"

@@ -1,4 +1,4 @@
-"""Memory of whole gradients in p.grad, used again from one gather to the next."""
+"""Memory of whole gradients in p.grad, reused from one gather to the next."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from hsdp.torch import private_torch
 
 
 class GatheredGradients:
-    """One tensor for each parameter, as long as nobody else holds the last one's memory.
+    """One tensor per parameter, reused unless something else holds its memory.
 
-    On the host, where fresh memory is paid for by page faults. On a GPU torch's allocator gives the
-    same memory again by itself, and others may use it during the backward pass.
+    For the host, where new memory costs page faults. On a GPU, torch's allocator reuses memory anyway,
+    and others may use it during the backward pass.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """An uninitialized gradient, with the strides of the parameter."""
+        """An uninitialized gradient with the strides of the parameter."""
         kept = self._kept.get(name)
         if kept is None or not _fits(kept, parameter) or _holders(kept) != _ALONE:
             kept = torch.empty_like(parameter, requires_grad=False)
             if kept.is_cpu:
                 self._kept[name] = kept
-        # Whoever holds this one, or anything over its memory, holds the storage beside `_kept`.
+        # Anything that holds this tensor, or its memory, holds the storage besides `_kept`.
         return kept.detach()
 
     def release(self) -> None:
-        """Lets go of what nobody else holds, too."""
+        """Releases everything that nothing else holds."""
         self._kept.clear()
 
 
@@ -40,7 +40,7 @@ def _fits(kept: torch.Tensor, parameter: torch.Tensor) -> bool:
     )
 
 
-# Of tensors (NumPy's arrays over them, too), and of Python's object for the storage.
+# The holders of its storage: tensors (and NumPy's arrays over them), and the Python object.
 def _holders(tensor: torch.Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
     return private_torch.storage_holders(storage), sys.getrefcount(storage)

@@ -1,4 +1,4 @@
-"""Loss scaling whose verdict is the same on every rank [Note: one verdict for a loss scale]."""
+"""Loss scaling with the same verdict on every rank [Note: one verdict for a loss scale]."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    torch's own GradScaler is as good for optimizers that hold attached parameters: an infinity or
-    NaN that any rank saw in the step (`reducer.found_inf`) counts on every rank, and `unscale_`
-    divides the shards as well as p.grad. This one counts what its Reducer saw for every optimizer,
-    also for one that holds slices of its own.
+    For optimizers that hold attached parameters, torch's own GradScaler does the same: an infinity or
+    NaN that any rank saw in the step (`reducer.found_inf`) counts on every rank, and `unscale_` divides
+    the shards as well as p.grad. This class applies what its Reducer saw to every optimizer, including
+    one that holds its own slices.
 
-    - `unscale_` comes after `gather_gradients`; local sums (`keep_grads=True`) and optimizers that
-      take shards, as `hsdp.zero.ShardedOptimizer`, need none.
-    - `reducer.set_loss_scale(scaler.get_scale())` before a step saves the pass that unscales, and
-      clipping needs no `unscale_` then; nothing is divided twice.
-    - Clipping, or a step, that would take scaled gradients for unscaled ones is a UsageError.
+    - `unscale_` comes after `gather_gradients`. Local sums (`keep_grads=True`) and optimizers that take
+      shards, such as `hsdp.zero.ShardedOptimizer`, do not need a gather.
+    - `reducer.set_loss_scale(scaler.get_scale())` before a step saves the unscaling pass, and clipping
+      then needs no `unscale_`; nothing is divided twice.
+    - Clipping, or stepping, that would mistake scaled gradients for unscaled ones raises UsageError.
 
-    `step`, `unscale_` and `update` are called by every rank. Other arguments are those of
-    torch.amp.GradScaler.
+    Every rank calls `step`, `unscale_` and `update`. Other arguments are those of torch.amp.GradScaler.
     """
 
     def __init__(self, reducer: Reducer, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Hooks that hand a parameter's gradient over as soon as it is accumulated.
+"""Hooks that hand over a parameter's gradient as soon as it is accumulated.
 
 [Note: p.grad is taken out] [Note: gradients are packed, not viewed] [Note: a model keeps its Reducers]
 """
@@ -26,7 +26,7 @@ def make_hook(
     held: _hsdp.HeldGradients,
     who: str = "",
 ) -> GradientHook:
-    """Takes p.grad out and hands it over. `who`: the Reducer, in errors."""
+    """Takes p.grad out and hands it over. `who`: the Reducer, for errors."""
     refusal = Refusal(handle, who, name, parameter)
     take = python_way(handle, index, parameter, refusal)
     return _hsdp.gradient_hook(handle, index, held, take, refusal.explained, torch.Tensor)
@@ -35,19 +35,19 @@ def make_hook(
 def python_way(
     handle: _hsdp.Reducer, index: int, parameter: torch.Tensor, refusal: Refusal
 ) -> GradientHook:
-    """Takes a p.grad that the extension's hook leaves alone: a complex one, one of another class or marked as
-    negated, what is to be refused, and any where torch has no C functions to look at it.
+    """Takes a p.grad that the extension's hook does not: complex, of another class, marked as negated,
+    to be refused, or any if torch lacks the C functions to inspect it.
     """
     dtype, shape = parameter.dtype, parameter.shape
     on_host, is_complex = parameter.is_cpu, dtype.is_complex
     hand_over = handle.gradient_of
     strided = torch.strided
 
-    # What is handed over by address must be what was registered, also when somebody gave the
-    # parameter other data since.
+    # Memory handed over by address must be as registered, even if the parameter was given other data
+    # since.
     def take(p: torch.Tensor) -> None:
         grad = p.grad
-        assert grad is not None  # the hook has looked
+        assert grad is not None  # checked by the hook
         p.grad = None
         if (
             grad.dtype is not dtype or grad.shape != shape or grad.layout is not strided
@@ -56,7 +56,7 @@ def python_way(
             refusal.refuse(grad)
         if is_complex:
             grad = real_view(grad)
-        if grad.is_neg():  # autograd negates by a mark, and memory does not show it
+        if grad.is_neg():  # autograd only marks a negation; the memory does not show it
             grad = grad.resolve_neg()
         strides = None if grad.is_contiguous() else grad.stride()
         try:
@@ -68,7 +68,7 @@ def python_way(
 
 
 class Refusal:
-    """What is said of one parameter's gradient that cannot be taken."""
+    """The errors for a parameter's gradient that cannot be taken."""
 
     def __init__(
         self, handle: _hsdp.Reducer, who: str, name: str, parameter: torch.Tensor
@@ -80,7 +80,7 @@ class Refusal:
         self._shape = parameter.shape
 
     def refuse(self, grad: torch.Tensor) -> NoReturn:
-        """Raises UsageError, and drops the step on all ranks even when somebody catches it."""
+        """Raises UsageError, and drops the step on all ranks even if the error is caught."""
         remedy = "; make another Reducer when the model has changed"
         if grad.layout is not torch.strided:
             expected, got = "a dense one", f"a sparse one ({_word(grad.layout)})"
@@ -96,10 +96,10 @@ class Refusal:
         raise self._named(UsageError(message))
 
     def explained(self, error: UsageError) -> UsageError:
-        """Why a gradient may come where no microbatch is open."""
+        """Adds why a gradient may arrive when no microbatch is open."""
         try:
             is_stray = not self._handle.is_collecting()
-        except UsageError:  # of a forked child
+        except UsageError:  # in a forked child
             is_stray = False
         if not is_stray:
             return self._named(error)
@@ -121,7 +121,7 @@ class Refusal:
 def keeping_hook(
     hook: GradientHook, name: str, fresh: dict[str, torch.Tensor]
 ) -> GradientHook:
-    """Also adds the gradient to `fresh[name]`; not in place, because it may yet have to be packed."""
+    """Also adds the gradient to `fresh[name]`; not in place, because it may still have to be packed."""
 
     def keep(p: torch.Tensor) -> None:
         grad = p.grad

@@ -1,4 +1,4 @@
-"""What replica_hook asks of a model and a mesh before it puts hooks on anything."""
+"""What replica_hook requires of a model and a mesh before it installs hooks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from hsdp.errors import UsageError
 from hsdp.mesh import Mesh
 from hsdp.torch.fsdp_parameter_group import FsdpParameterGroup
 
-#: What FSDP2 may send, as hsdp calls it.
+#: Dtypes that FSDP2 may send, by hsdp's names.
 WIRES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def require_usable(group: FsdpParameterGroup, mesh: Mesh) -> None:
-    """UsageError unless the mesh has the ranks and the device of the group."""
+    """Raises UsageError unless the mesh has the ranks and the device of the group."""
     if group.mesh_text is not None:
         raise UsageError(
             f"replica_hook: expected {group.name} sharded over a one-dimensional mesh, got "

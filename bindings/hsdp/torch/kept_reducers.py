@@ -1,4 +1,4 @@
-"""A model keeps its Reducers alive, and they do not keep it.
+"""A model keeps its Reducers alive, but they do not keep the model alive.
 
 [Note: a model keeps its Reducers]
 """
@@ -19,21 +19,21 @@ _WRAPPERS = (torch.nn.ModuleDict, torch.nn.ModuleList)
 
 
 class KeptReducers:
-    """What lies in an attached model's `__dict__`. A copy of the model, or what is loaded of its pickle,
-    has None there.
+    """Stored in an attached model's `__dict__`. A copy of the model, or one loaded from its pickle, has
+    None there.
     """
 
     def __init__(self) -> None:
-        #: in the order of their attachments
+        #: in the order in which they were attached
         self.reducers: list[Reducer] = []
 
-    # Of Python's own: who loads the model may not have this package.
+    # A built-in type: the model may be loaded without this package.
     def __reduce__(self) -> Any:
         return type(None), ()
 
 
 def keep_reducer(model: torch.nn.Module, reducer: Reducer) -> list[KeptReducers]:
-    """The Reducer lives as long as the model, or until it is taken out of all that is returned."""
+    """Keeps the Reducer alive as long as the model, or until it is removed from all returned lists."""
     places = []
     for module in _holders(model):
         if module.__dict__.get(_KEY) is None:
@@ -44,14 +44,14 @@ def keep_reducer(model: torch.nn.Module, reducer: Reducer) -> list[KeptReducers]
 
 
 def reducers_of(model: torch.nn.Module) -> list[Reducer]:
-    """The Reducers that `model` was attached to and that nobody has closed: it keeps them alive."""
+    """The open Reducers that `model` is attached to; the model keeps them alive."""
     kept = model.__dict__.get(_KEY)
     return [] if kept is None else list(kept.reducers)
 
 
 class ModelReference:
-    """A model and its modules, as long as they live. A ModuleDict or ModuleList that was made for `attach`
-    alone is made again from the models in it.
+    """A model and its modules, while they live. A ModuleDict or ModuleList that was made only for
+    `attach` is rebuilt from the models in it.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -71,7 +71,7 @@ class ModelReference:
         return model
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """As of the model, also those that came to a module since; without what is gone."""
+        """Like the model's, including those of modules added since; without those that are gone."""
         model = self._modules[0][1]()
         if model is not None:
             yield from model.named_modules()
@@ -83,7 +83,7 @@ class ModelReference:
                 yield from module.named_modules(seen, name)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """As of the model: each once, under its first name."""
+        """Like the model's: each once, under its first name."""
         seen = set()
         for prefix, module in self.named_modules():
             for name, parameter in module.named_parameters(prefix, recurse=False):
@@ -92,7 +92,7 @@ class ModelReference:
                     yield name, parameter
 
 
-# A ModuleDict or ModuleList may be made for `attach` alone: the models in it live on, and it does not.
+# A ModuleDict or ModuleList may be made only for `attach`: the models in it outlive it.
 def _holders(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     yield model
     if isinstance(model, _WRAPPERS):

@@ -1,5 +1,5 @@
-"""What torch's GradScaler is taught of attached parameters: whose gradients carry its scale, and that
-shards are unscaled with p.grad. For the whole process, once one scales beside an attached model.
+"""Teaches torch's GradScaler about attached parameters: whose gradients carry its scale, and to unscale
+shards with p.grad. Applies to the whole process, once one scales beside an attached model.
 
 [Note: one verdict for a loss scale] [Note: gradients that are not what they seem]
 """
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 _CALLER = "GradScaler.unscale_"
 _torch_scale = torch.amp.GradScaler.scale
 
-#: what torch's scaler keeps of an optimizer: 1 where it found an infinity, by device
+#: what torch's scaler keeps for an optimizer: 1 by device if it found an infinity
 Found: TypeAlias = "dict[torch.device, torch.Tensor]"
 _Slices: TypeAlias = "dict[ModelAttachment, dict[torch.Tensor, str]]"
 
 
 def merged(founds: Iterable[Found]) -> Found:
-    """What any of them found."""
+    """The union of what they found."""
     result: Found = {}
     for found in founds:
         for device, flag in found.items():
@@ -46,8 +46,8 @@ def unscale_result(
     inverse_scale: torch.Tensor,
     done: Collection[int] = (),
 ) -> None:
-    """Divides shards of these parameters, and what is in their p.grad, by a GradScaler's scale,
-    unless the Reducer has done so. `done` are addresses that the scaler has unscaled.
+    """Divides the shards of these parameters, and their p.grad, by a GradScaler's scale, unless the
+    Reducer already has. `done` are addresses that the scaler has unscaled.
     """
     shards = [attachment.shard(name) for name in names]
     grads = [g for name in names if (g := attachment.gradient_of(name)) is not None]
@@ -61,7 +61,7 @@ def unscale_result(
     attachment.result.unscaled.update(names)
 
 
-# Once each: p.grad may be memory of a shard.
+# Each once: p.grad may be a shard's memory.
 def _multiply(tensors: list[torch.Tensor], factor: torch.Tensor, done: Collection[int]) -> None:
     left = {t.data_ptr(): t for t in tensors if t.data_ptr() not in done}
     if left:
@@ -70,7 +70,7 @@ def _multiply(tensors: list[torch.Tensor], factor: torch.Tensor, done: Collectio
 
 
 def require_scaled(attachment: ModelAttachment, names: Iterable[str]) -> None:
-    """UsageError where there is nothing to unscale."""
+    """Raises UsageError if there is nothing to unscale."""
     if not attachment.has_result():
         raise UsageError(
             f"{_CALLER}: expected a step that is over, got one that is not; end it with last=True "
@@ -94,12 +94,12 @@ def _scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
 
 @functools.cache
 def take_over_unscaling() -> None:
-    """From here on. UsageError where this torch divides gradients in a way that hsdp does not know."""
+    """Installs the changes. Raises UsageError if this torch divides gradients in an unknown way."""
     _ = private_torch.unscale_grads  # torch's own
     private_torch.set_unscale_grads(_unscale_grads)
 
 
-# The microbatch counts in which a backward pass runs from there, not the one that is open now.
+# Counts for the microbatch whose backward pass starts from this loss, not the one open now.
 def _note(self: torch.amp.GradScaler, scaled: Any) -> None:
     if isinstance(scaled, (list, tuple)):
         for one in scaled:
@@ -107,7 +107,7 @@ def _note(self: torch.amp.GradScaler, scaled: Any) -> None:
     elif isinstance(scaled, torch.Tensor):
         if scaled.requires_grad:
             scaled.register_hook(lambda _: _mark(self))
-        else:  # what a backward pass is begun with
+        else:  # the start of a backward pass
             _mark(self)
 
 
@@ -139,7 +139,7 @@ def _unscale_grads(
     for attachment, names in results:
         with naming(attachment.who):
             require_scaled(attachment, names)
-    # A fused optimizer divides by the scale itself, and knows the whole of it only.
+    # A fused optimizer divides by the scale itself, and only knows the whole scale.
     only_looks = allow_fp16
     if only_looks and any(attachment.result.loss_scale != 1.0 for attachment, _ in results):
         only_looks = False
@@ -161,7 +161,7 @@ def _unscale_grads(
     return merged(founds)
 
 
-# Torch has no kernel that unscales complex gradients.
+# Torch cannot unscale complex gradients with one kernel.
 def _real(parameter: torch.Tensor) -> torch.Tensor:
     if not parameter.is_complex():
         return parameter
@@ -173,7 +173,7 @@ def _real(parameter: torch.Tensor) -> torch.Tensor:
     return real
 
 
-# By what a Reducer has divided what is in p.grad already.
+# Groups parameters by what a Reducer has already divided their p.grad by.
 def _by_divisor(
     parameters: Iterable[torch.Tensor], slices: _Slices, takes_shards: bool
 ) -> dict[float, list[torch.Tensor]]:
@@ -194,7 +194,7 @@ def _by_divisor(
     return parts
 
 
-# Of optimizers that hold slices of their own, whose .grad is the shard; and the names of those.
+# The parameters of optimizers with their own slices, whose .grad is the shard, and their names.
 def _slices_among(parameters: Iterable[torch.Tensor]) -> _Slices:
     attachments = [a for a in guard.attachments() if a.has_result()]
     of_address = {

@@ -1,4 +1,4 @@
-"""torch's store, where ranks that have no connection yet leave word for each other."""
+"""torch's store, through which ranks exchange messages before they are connected."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _LONGEST_PAUSE_S = 0.05
 class MeetingStore:
     """Keys under `prefix`, for at most `timeout_s` from now on.
 
-    Waits by looking again: so Ctrl-C ends it, and the limit is ours, not the store's. The store may hold
-    words of ranks that have ended: of a restarted job, or of a group that was destroyed.
+    Waits by polling, so that Ctrl-C ends a wait, and our limit applies rather than the store's. The
+    store may hold messages of ranks that have ended: of a restarted job, or of a destroyed group.
     """
 
     def __init__(self, store: Any, prefix: str, size: int, timeout_s: float) -> None:
@@ -30,11 +30,11 @@ class MeetingStore:
         self._end = time.monotonic() + timeout_s
 
     def exchange(self, rank: int, word: Any, answer: Callable[[list[Any]], Any]) -> Any:
-        """Each rank says a word, rank 0 makes an answer of all of them, and every rank gets that.
+        """Each rank sends a word, rank 0 computes one answer from all of them, and every rank gets it.
 
-        Each call of rank 0 is a new attempt, under a name of its own: no counter of a launcher says on
-        all hosts which attempt it is. A rank looks until an attempt has heard its own word, and takes
-        the newest. TimeoutError, naming a rank, when it does not come.
+        Each call on rank 0 is a new attempt with a unique name, because no launcher counts attempts the
+        same way on all hosts. A rank polls until an attempt includes its own word, and uses the newest
+        one. Raises TimeoutError, naming a rank that does not come.
         """
         nonce = secrets.token_hex(8)
         if rank == 0:
@@ -50,7 +50,7 @@ class MeetingStore:
         if self.count(f"{attempt}/read") == self._size:
             self.remove(f"{attempt}/read")
             self.remove(f"{attempt}/all")
-        elif rank == 0:  # which may keep the store, and end
+        elif rank == 0:  # rank 0 may host the store and end
             self._wait_until_removed(f"{attempt}/all")
         return answered
 
@@ -61,7 +61,7 @@ class MeetingStore:
             nonlocal attempt
             if not attempt and not self._store.check(["attempt"]):
                 return False
-            # Read before the answer: once rank 0 begins its next attempt, its answer in this one is there.
+            # Read before the answer: once rank 0 begins its next attempt, this one's answer is there.
             newest = self._store.get("attempt").decode()
             if attempt and self._store.check([f"{attempt}/all"]):
                 heard, answer = json.loads(self._store.get(f"{attempt}/all"))
@@ -69,7 +69,7 @@ class MeetingStore:
                     answers.append(answer)
                     return True
             if newest != attempt:
-                if attempt:  # rank 0 is done with that one
+                if attempt:  # rank 0 has finished that one
                     self._store.delete_key(f"{attempt}/rank {rank}")
                 attempt = newest
                 self._store.set(f"{attempt}/rank {rank}", json.dumps([nonce, word]))
@@ -83,7 +83,7 @@ class MeetingStore:
         self._asked(lambda: self._store.set(key, text))
 
     def get(self, key: str, rank: int) -> str:
-        """What `rank` puts there. TimeoutError, naming the rank, when it does not."""
+        """The value that `rank` stores there. Raises TimeoutError, naming the rank, if it does not."""
         if not self._comes_true(lambda: self._store.check([key])):
             raise self._timeout(f"rank {rank}", [rank])
         return str(self._asked(lambda: self._store.get(key)).decode())
@@ -93,7 +93,7 @@ class MeetingStore:
             raise self._timeout("all ranks", [])
 
     def count(self, key: str) -> int:
-        """How many ranks have counted there, this one with them."""
+        """How many ranks have counted there, including this one."""
         return int(self._asked(lambda: self._store.add(key, 1)))
 
     def remove(self, key: str) -> None:
@@ -119,7 +119,7 @@ class MeetingStore:
     def _asked(self, call: Callable[[], _T]) -> _T:
         try:
             return call()
-        except RuntimeError as error:  # of every kind of store
+        except RuntimeError as error:  # raised by every kind of store
             raise Error(
                 f"rendezvous: torch's store failed: {error}; check that the process that keeps it "
                 "still runs"

@@ -1,4 +1,4 @@
-"""Models on the meta device: their tensors get memory and values, one unit at a time.
+"""Models on the meta device: gives their tensors memory and values, one unit at a time.
 
 [Note: models on the meta device]
 """
@@ -25,17 +25,17 @@ from hsdp.torch.value_digests import row_major_bytes, value_digests
 if TYPE_CHECKING:
     from hsdp.torch.unit_sharding import PlannedUnit
 
-_MARK = 0xA5  # bytes of what nothing has set yet and cannot be NaN
-_SURE_BYTES = 4  # of which no value is just that
+_MARK = 0xA5  #: bytes that mark unset values and cannot be NaN
+_SURE_BYTES = 4  #: value size from which the mark is conclusive
 _ACT = "share the random state of rank 0"
-_SHOWN = 5  # names in an error
+_SHOWN = 5  #: limit for names in an error
 
-#: sets what a module has of its own
+#: sets what a module itself owns
 ParamInit = Callable[[torch.nn.Module], object]
 
 
 class _Given(NamedTuple):
-    """A tensor that got memory, and what was there before."""
+    """A tensor that got memory, and what it replaced."""
 
     name: str
     module: torch.nn.Module
@@ -45,11 +45,11 @@ class _Given(NamedTuple):
 
 
 class MetaInit:
-    """Gives tensors of models on the meta device memory on `device`, and the values of an init of the
-    whole model. Modules come in the order of `Module.apply`, those below first; each that has, or has
-    below it, what was on the meta device runs its `reset_parameters()`, and then
-    `param_init_fn(module)`. Of tied parameters the first module's reset counts, as it does where
-    modules are tied after they were made. What has values already keeps them.
+    """Gives tensors of models on the meta device memory on `device`, and the values that an init of the
+    whole model would give. Modules come in the order of `Module.apply`, children first. Each module
+    with a tensor on the meta device, in it or below it, runs its `reset_parameters()` and then
+    `param_init_fn(module)`. Of tied parameters, the first module's reset counts, as when modules are
+    tied after construction. Tensors that have values keep them.
     """
 
     def __init__(
@@ -61,20 +61,20 @@ class MetaInit:
         self._done: Callable[[PlannedUnit], None]
         self._units: dict[torch.nn.Module, PlannedUnit] = {}
         self._seen: dict[torch.nn.Module, bool] = {}
-        self._given: dict[int, _Given] = {}  # by id of the parameter, or of what became a buffer
-        self._new_buffers: dict[int, torch.Tensor] = {}  # by id of the one on the meta device
+        self._given: dict[int, _Given] = {}  # by id of the parameter, or of the former buffer
+        self._new_buffers: dict[int, torch.Tensor] = {}  # by id of the buffer on the meta device
         self._buffers: list[tuple[torch.nn.Module, str, torch.Tensor]] = []  # on the meta device
         self._unchecked: dict[int, _Given] = {}
         self._lines: list[str] = []
 
     @property
     def is_needed(self) -> bool:
-        """Whether something is on the meta device."""
+        """Whether any tensor is on the meta device."""
         return bool(self._models)
 
     def run(self, units: Sequence[PlannedUnit], done: Callable[[PlannedUnit], None]) -> None:
-        """Of each unit that had no values `done` is called when it has them, and may free it. Raises
-        UsageError for modules that leave something without a value.
+        """Calls `done` for each unit that had no values once it has them; `done` may free it. Raises
+        UsageError for modules that leave a tensor without values.
         """
         self._units = {planned.unit.module: planned for planned in units}
         self._done = done
@@ -92,11 +92,11 @@ class MetaInit:
             for model in self._models:
                 self._visit(model, "")
             self._check(list(self._unchecked))
-        for given in self._given.values():  # some were released before modules above had their turn
+        for given in self._given.values():  # some were released before parent modules had their turn
             self._require_same_kind(given)
 
     def undo(self) -> None:
-        """Everything is on the meta device again."""
+        """Puts everything back on the meta device."""
         for given in reversed(self._given.values()):
             if isinstance(given.tensor, torch.nn.Parameter):
                 released.pop(id(given.tensor), None)
@@ -109,7 +109,7 @@ class MetaInit:
         self._given.clear()
 
     def require_same_values(self, mesh: Mesh) -> None:
-        """MismatchError where ranks have given other values. Collective."""
+        """Raises MismatchError if ranks have set different values. Collective."""
         if not self._models:
             return
         difference = first_difference(mesh.world, self._lines, "compare initial parameters")
@@ -125,7 +125,7 @@ class MetaInit:
             ranks,
         )
 
-    # Names of modules whose own tensors neither they nor modules above set.
+    # The names of modules whose own tensors are set neither by them nor by parents.
     def _without_init(self, module: torch.nn.Module, name: str, is_set: bool) -> Iterator[str]:
         is_set = is_set or _reset_of(module) is not None
         if not is_set and _has_meta(module):
@@ -134,7 +134,7 @@ class MetaInit:
         for key, child in module.named_children():
             yield from self._without_init(child, _joined(name, key), is_set)
 
-    # Whether it or something below it has got memory.
+    # Returns whether it or a module below it has got memory.
     def _visit(self, module: torch.nn.Module, name: str) -> bool:
         if module in self._seen:
             return self._seen[module]
@@ -180,7 +180,7 @@ class MetaInit:
             if buffer is None or not buffer.is_meta or id(buffer) not in own:
                 continue
             self._buffers.append((module, key, buffer))
-            if id(buffer) in self._new_buffers:  # another module has it, too
+            if id(buffer) in self._new_buffers:  # another module shares it
                 module._buffers[key] = self._new_buffers[id(buffer)]
                 continue
             fresh_buffer = _marked(buffer, self._device)
@@ -191,7 +191,7 @@ class MetaInit:
     def _note(self, given: _Given) -> None:
         self._given[id(given.tensor)] = self._unchecked[id(given.tensor)] = given
 
-    # That all of them have values, and are what they were otherwise.
+    # Checks that all have values and are otherwise unchanged.
     def _check(self, ids: Iterable[int]) -> None:
         checked = [_current(self._unchecked.pop(key)) for key in ids if key in self._unchecked]
         for one in checked:
@@ -228,7 +228,7 @@ def _own(module: torch.nn.Module) -> list[torch.Tensor]:
     return [one for one in own if one is not None and not isinstance(one, uninitialized)]
 
 
-# Their values, whatever the block writes there.
+# Preserves their values, whatever the block writes.
 @contextlib.contextmanager
 def _kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     values = [one.detach().clone() for one in tensors]
@@ -239,7 +239,7 @@ def _kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             one.detach().copy_(before)
 
 
-# Units below are sliced by then.
+# Units below are already sliced.
 @contextlib.contextmanager
 def _in_its_unit(init: str) -> Iterator[None]:
     try:
@@ -254,7 +254,7 @@ def _in_its_unit(init: str) -> Iterator[None]:
         )
 
 
-# What its module has now. An init may put another buffer there; another parameter gives its values.
+# What its module has now. An init may replace a buffer; of another parameter only the values are taken.
 def _current(given: _Given) -> _Given:
     if not isinstance(given.tensor, torch.nn.Parameter):
         now = given.module._buffers.get(given.key)
@@ -263,7 +263,7 @@ def _current(given: _Given) -> _Given:
     if other is None or other is given.tensor:
         return given
     if (other.shape, other.dtype) != (given.tensor.shape, given.tensor.dtype):
-        return given._replace(tensor=other)  # which is refused
+        return given._replace(tensor=other)  # to be refused
     given.tensor.copy_(other)
     given.module._parameters[given.key] = given.tensor
     return given
@@ -277,7 +277,7 @@ def _has_meta(module: torch.nn.Module) -> bool:
     return any(one.is_meta for one in _own(module))
 
 
-# torch hides some. A wrapper may hand on those of what it wraps, which are called there.
+# torch hides some. A wrapper may forward those of what it wraps, which is itself visited.
 def _reset_of(module: torch.nn.Module) -> Callable[[], Any] | None:
     for name in private_torch.RESETS:
         if callable(getattr(type(module), name, None)):
@@ -286,8 +286,8 @@ def _reset_of(module: torch.nn.Module) -> Callable[[], Any] | None:
     return None
 
 
-# They stay the objects that they are: whoever holds them, an optimizer's group for one, has the other's
-# values from here on.
+# Both stay the same objects, so anything that holds them, such as an optimizer's group, sees the
+# other's values from now on.
 def _swap(name: str, module: torch.nn.Module, one: torch.Tensor, other: torch.Tensor) -> None:
     vars(other).update(vars(one))
     is_rnn = isinstance(module, torch.nn.RNNBase)
@@ -302,7 +302,7 @@ def _swap(name: str, module: torch.nn.Module, one: torch.Tensor, other: torch.Te
             private_torch.make_flat_weights(module)
 
 
-# What shows where nothing is set.
+# Filled so that unset values can be recognized.
 def _marked(like: torch.Tensor, device: torch.device) -> torch.Tensor:
     if _has_nan(like):
         nan = complex(math.nan, math.nan) if like.is_complex() else math.nan
@@ -326,9 +326,9 @@ def _has_nan(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def random_state_of_rank_0(mesh: Mesh, is_needed: bool) -> Iterator[None]:
-    """Within, torch's random numbers are those of the mesh's rank 0. Ranks whose state was the same
-    go on from there, others go on with their own. Collective; MismatchError where it is not needed on
-    all ranks or on none.
+    """In the block, torch's random numbers are those of the mesh's rank 0. Ranks that had the same
+    state continue from there; others continue with their own. Collective; raises MismatchError
+    unless all ranks or none need it.
     """
     world = mesh.world
     device = torch.device(mesh.device)

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 class ModelAttachment:
-    """The parameters of a model, their hooks, and what becomes of `p.grad`. Made by
-    `Reducer.attach`, which says what it does.
+    """The parameters of a model, their hooks, and their `p.grad`. Made by `Reducer.attach`, which
+    documents it.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class ModelAttachment:
         self._kind = type(model).__name__
         self._keep = keep_grads
         self._checks = check_parameters
-        self._placed = False  # whether what is in p.grad was put there by us
-        self._unused: set[str] = set()  # whose p.grad the last step left empty
-        self._gathered = False  # whether that is the mean gradient
-        self._step = -1  # which step the last microbatch was in
-        self._loss_scale = 1.0  # of the next step
-        #: of the last step
+        self._placed = False  #: whether we put what is in p.grad there
+        self._unused: set[str] = set()  #: names whose p.grad the last step left empty
+        self._gathered = False  #: whether it is the mean gradient
+        self._step = -1  #: the step of the last microbatch
+        self._loss_scale = 1.0  #: for the next step
+        #: from the last step
         self.result = ResultState(self._loss_scale)
         parameters = trainable_parameters(model, reducer.mesh.device)
         self._model = ModelReference(model)
@@ -92,59 +92,59 @@ class ModelAttachment:
     @property
     def _reducer(self) -> Reducer:
         reducer = self._own_reducer()
-        assert reducer is not None  # it has this
+        assert reducer is not None  # the Reducer has this
         return reducer
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """What was attached, as long as it lives."""
+        """The attached model, while it lives."""
         return self._model()
 
     def install_hooks(self) -> None:
-        """Of parameters that have none yet: on the meta device they cannot keep one."""
+        """Installs hooks on parameters without one: on the meta device they cannot keep one."""
         for name, parameter in self._parameters.items():
             if name not in self._hooks and not parameter.is_meta:
                 self._install_hook(name, parameter)
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether p.grad is left to the user, with local sums."""
+        """Whether p.grad, with local sums, is left to the user."""
         return self._keep
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        """Those that are attached, by name."""
+        """The attached parameters, by name."""
         return self._parameters
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
-        """The name of an attached parameter; None for another one."""
+        """The name of an attached parameter; None for any other."""
         return self._names.get(id(parameter))
 
     def is_left(self, name: str) -> bool:
-        """Whether the last gather left a parameter without a gradient, as no rank had one."""
+        """Whether the last gather left a parameter without a gradient, since no rank had one."""
         return self._gathered and name in self._unused
 
     def gradient_of(self, name: str) -> torch.Tensor | None:
-        """What is in p.grad now."""
+        """The current p.grad."""
         return self._parameters[name].grad
 
     def shard(self, name: str) -> torch.Tensor:
-        """This rank's slice of the result, flat; of a complex parameter its real view."""
+        """This rank's slice of the result, flat; for a complex parameter its real view."""
         shard: torch.Tensor = self.as_array(Array(self._handle.shard(name)))
         return shard
 
     def found_inf_tensor(self, device: torch.device) -> torch.Tensor:
-        """Whether a sum of the step was not finite on any rank, as 1 or 0. Collective."""
+        """Whether any sum of the step was non-finite on any rank, as 1 or 0. Collective."""
         word: torch.Tensor = self._reducer.found_inf_tensor()
         return word.to(device, non_blocking=True)
 
     @property
     def holds_local_sums(self) -> bool:
-        """Whether what is in p.grad is this rank's own, undivided."""
+        """Whether p.grad holds this rank's own, undivided sums."""
         return self._keep and not self._gathered
 
     def has_result(self) -> bool:
-        """Whether the last step is over, and was not dropped."""
+        """Whether the last step is over and was not dropped."""
         handle = self._handle
         return handle.step_number() >= 0 and not handle.step_begun() and not handle.step_dropped()
 
@@ -153,26 +153,26 @@ class ModelAttachment:
         return self._handle.is_collecting()
 
     def step_begun(self) -> bool:
-        """Whether a step is begun and has not ended."""
+        """Whether a step has begun and not ended."""
         return self._handle.step_begun()
 
     def arrived(self, name: str) -> bool:
-        """Whether a gradient of that parameter was handed over in the step that is begun."""
+        """Whether that parameter's gradient was handed over in the current step."""
         return self._handle.has_gradient(self._indices[name])
 
     @property
     def who(self) -> str:
-        """The Reducer's name, in errors."""
+        """The Reducer's name, for errors."""
         return self._reducer._who
 
     def lost(self, name: str) -> bool:
-        """Whether the step left a gradient in p.grad that is there no more."""
+        """Whether the gradient that the step left in p.grad is gone."""
         return self._placed and self.has_result() and self.gradient_of(name) is None and (
             name not in self._unused
         )
 
     def loss_scale_set(self, scale: float) -> None:
-        """What the results of later steps are divided by."""
+        """Sets the divisor of later steps' results."""
         self._loss_scale = scale
 
     def parameter_names(self) -> Collection[str]:
@@ -184,22 +184,22 @@ class ModelAttachment:
         return self._kind
 
     def description(self) -> list[str]:
-        """Of what every rank's model has alike when the first step begins."""
+        """Lines that must be equal for every rank's model when the first step begins."""
         lines = described_parameters(self._model.named_parameters()) if self._checks else []
         return lines if self._buffers is None else lines + self._buffers.description()
 
     @property
     def joins_steps(self) -> bool:
-        """Whether there are buffers that follow those of rank 0."""
+        """Whether there are buffers that follow rank 0's."""
         return self._buffers is not None
 
     def step_began(self) -> None:
-        """Buffers are those of rank 0 from here on."""
+        """Copies rank 0's buffers."""
         if self._buffers is not None:
             self._buffers.synchronise(self._reducer._had_batch)
 
     def microbatch_began(self) -> None:
-        """Takes p.grad out, so that a hook sees nothing but its own backward's gradient."""
+        """Takes p.grad out, so that a hook sees only its own backward pass's gradient."""
         step = self._handle.step_number()
         if step != self._step:
             if self._step == -1:
@@ -222,7 +222,7 @@ class ModelAttachment:
             self._parameters[name].grad = None
 
     def window_began(self, holds: bool, backwards: int | None) -> None:
-        """As `microbatch_began`; with `holds` p.grad is where the window's gradients are added up."""
+        """Like `microbatch_began`; with `holds`, the window's gradients add up in p.grad."""
         self.microbatch_began()
         self._in_window = True
         if holds:
@@ -234,11 +234,11 @@ class ModelAttachment:
             self._take()
 
     def pass_count(self) -> int:
-        """Of how many passes the gradients of this window are the sum."""
+        """How many passes are summed in the gradients of this window."""
         return self._held.pass_count if self._held.active else 1
 
     def as_array(self, memory: Array) -> TensorOrArray:
-        """A tensor over it."""
+        """A tensor over the same memory."""
         return torch.from_dlpack(memory)
 
     def held_sum(self, name: str) -> TensorOrArray | None:
@@ -247,7 +247,7 @@ class ModelAttachment:
         if grad is None:
             return None
         held = torch.from_dlpack(Array(self._handle.copy_of(real_view(grad.detach()))))
-        with contextlib.suppress(UsageError):  # there is none before it
+        with contextlib.suppress(UsageError):  # there is no sum before it
             held.add_(torch.from_dlpack(Array(self._handle.local_sum(name))))
         return held
 
@@ -258,11 +258,11 @@ class ModelAttachment:
 
     @property
     def in_window(self) -> bool:
-        """Whether a window is open, at whose end the gradients are reduced."""
+        """Whether a window is open at whose end gradients are reduced."""
         return self._in_window
 
     def microbatch_ending(self) -> None:
-        """Takes gradients that no backward pass produced: those that are in p.grad now."""
+        """Takes gradients that no backward pass produced: those that are now in p.grad."""
         self._held.end()
         self._take()
 
@@ -271,7 +271,7 @@ class ModelAttachment:
             parameter = self._parameters[name]
             grad = parameter.grad
             assert grad is not None
-            if grad.is_cuda:  # whatever stream it came from, the current one frees it
+            if grad.is_cuda:  # the current stream frees it, whichever stream made it
                 grad.record_stream(torch.cuda.current_stream(grad.device))
             try:
                 self._hooks[name](parameter)
@@ -279,12 +279,12 @@ class ModelAttachment:
                 self._handle.reject_gradient(str(error))
 
     def microbatch_ended(self, completed: bool) -> None:
-        """All is packed, or the step is dropped. With keep_grads the sums go into p.grad."""
+        """Everything is packed, or the step was dropped. With keep_grads, puts the sums into p.grad."""
         self._leave_window()
         if not completed:
             self._clear()
         elif self._keep:
-            self._handle.wait_packed()  # sums are added to what is being packed
+            self._handle.wait_packed()  # adds to sums that are being packed
             for name, parameter in self._parameters.items():
                 grad = self._sums.get(name)
                 fresh = self._fresh.get(name)
@@ -297,7 +297,7 @@ class ModelAttachment:
         self._sums.clear()
 
     def step_dropped(self) -> None:
-        """What was pending is gone, and so are its local sums."""
+        """Discards pending gradients and local sums."""
         if self._keep or self._in_window:
             self._clear()
         self._leave_window()
@@ -307,11 +307,11 @@ class ModelAttachment:
         self._in_window = False
 
     def explain(self, error: UsageError) -> UsageError:
-        """Says of a missing gradient that its parameter was frozen."""
+        """Explains a missing gradient by a frozen parameter."""
         return frozen_since(self._parameters, error)
 
     def gather_gradients(self) -> bool:
-        """Sets every p.grad to the whole mean gradient. Whether there was any."""
+        """Sets every p.grad to the whole mean gradient. Returns whether there was any."""
         self._unused = unused_names(self._handle, "gather_gradients")
         grads = {
             name: self._gathered_gradients.take(name, p)
@@ -333,7 +333,7 @@ class ModelAttachment:
         return bool(grads)
 
     def clipping(self, caller: str) -> None:
-        """UsageError where a clipped result would be wrong: part of it is scaled, or clipped."""
+        """Raises UsageError if clipping would be wrong: part of the result is scaled or clipped."""
         if self.has_result():
             unused = unused_names(self._handle, "clip_grad_norm_") if self.result.scale is not None else ()
             used = [name for name in self._parameters if name not in unused]
@@ -342,15 +342,15 @@ class ModelAttachment:
                 self.result.require_unclipped(caller, used)
 
     def release_memory(self) -> None:
-        """Of gathered gradients."""
+        """Frees gathered gradients."""
         self._gathered_gradients.release()
 
     def clipped(self, norm: Any, max_norm: float) -> None:
-        """The result was scaled to that norm: what was gathered of it is, too."""
+        """The result was scaled to that norm: scales what was gathered of it, too."""
         grads = [p.grad for p in self._parameters.values() if p.grad is not None]
         if not self._gathered or not grads:
             return
-        grads = [real_view(g.conj() if g.is_conj() else g) for g in grads]  # of its own memory
+        grads = [real_view(g.conj() if g.is_conj() else g) for g in grads]  # over the original memory
         norm = torch.as_tensor(norm, device=grads[0].device, dtype=torch.float64)
         factor = max_norm / (norm + EPSILON)
         factor = torch.where(factor < 1, factor, 1.0)
@@ -361,7 +361,7 @@ class ModelAttachment:
                 private_torch.foreach_mul_(part, by)
 
     def gather_parameters(self) -> None:
-        """Completes every parameter, of which this rank updated its own slice."""
+        """Completes every parameter after this rank has updated its own slice."""
         whole = {name: p.detach().contiguous() for name, p in self._parameters.items()}
         self._handle.gather_parameters(whole)
         with torch.no_grad():
@@ -370,7 +370,7 @@ class ModelAttachment:
                     parameter.copy_(whole[name])
 
     def close(self) -> None:
-        """Removes the hooks. Gradients stay where they are."""
+        """Removes the hooks. Gradients stay in place."""
         unreduced_gradient_guard.forget(self)
         self._remove_hooks()
         for kept in self._kept:
@@ -379,11 +379,11 @@ class ModelAttachment:
                 place.reducers.remove(self._reducer)
         self._kept = []
 
-    # Parameters may outlive their model and the Reducer, which nobody has closed; hooks must not.
+    # Parameters may outlive their model and an unclosed Reducer; the hooks must not.
     def __del__(self) -> None:
         self._remove_hooks()
 
-    # Without torch's handles: the collector clears the weak references in them before it calls this.
+    # Does not use torch's handles: the garbage collector clears their weak references first.
     def _remove_hooks(self) -> None:
         for hooks, number in getattr(self, "_installed", ()):
             hooks.pop(number, None)
@@ -397,7 +397,7 @@ class ModelAttachment:
             parameter.grad = None
         self._placed = False
 
-    # Before anything is registered: the Reducer stays as it was.
+    # Called before anything is registered, so the Reducer stays as it was.
     def _require_new_names(self, names: Iterable[str], others: Iterable[Attachment]) -> None:
         for other in others:
             for name in names:
@@ -416,7 +416,7 @@ class ModelAttachment:
             "within the microbatch, or drop it with zero_grad(set_to_none=True)"
         )
 
-    # One that came or was thawed since would be trained by gradients of this rank alone.
+    # A parameter added or unfrozen since would be trained with only this rank's gradients.
     def _require_same_parameters(self) -> None:
         names = self._names
         for _, module in self._model.named_modules():
@@ -424,7 +424,7 @@ class ModelAttachment:
                 if p is not None and id(p) not in names and p.requires_grad:
                     self._require_reduced_elsewhere(p)
 
-    # As where the mesh was made before torch.distributed, which knows of others.
+    # The mesh may have been made before torch.distributed, which knows of other ranks.
     def _require_same_world(self) -> None:
         if self._reducer.mesh.size > 1 or not dist.is_initialized() or dist.get_world_size() == 1:
             return

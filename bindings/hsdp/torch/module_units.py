@@ -1,4 +1,4 @@
-"""Which parameters of a model are gathered together: those of a unit, a layer for one."""
+"""Which parameters of a model are gathered together: those of a unit, such as a layer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch.nn.utils.parametrize
 from hsdp.torch import private_torch
 from hsdp.torch.parameter_slices import refuse
 
-#: types of modules, or a predicate; None: the elements of each ModuleList
+#: module types or a predicate; None: the elements of each ModuleList
 Units = Union[Iterable[type[torch.nn.Module]], Callable[[torch.nn.Module], bool], None]
 
-# Their forward reads the parameters of modules below them, which it does not call.
+# Their forward reads the parameters of modules below without calling these.
 _READS_BELOW = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
 
 
 class ModuleUnit:
-    """A module, and the parameters that its forward needs, by their names in the model: those of modules
-    below, but for units below. Of a root, which no unit is above, also those that units share.
+    """A module and the parameters that its forward needs, by their names in the model: its own and
+    those below, except those of units below. A root, with no unit above, also has shared ones.
     """
 
     def __init__(self, name: str, module: torch.nn.Module, root: ModuleUnit | None) -> None:
@@ -28,7 +28,7 @@ class ModuleUnit:
         self.module = module
         self._root = root
         self.parameters: dict[str, torch.nn.Parameter] = {}
-        #: modules above that look at its parameters before they call it
+        #: parent modules that look at its parameters before they call it
         self.read_above: list[torch.nn.Module] = []
 
     @property
@@ -38,7 +38,7 @@ class ModuleUnit:
 
     @property
     def root(self) -> ModuleUnit:
-        """The one that no unit is above."""
+        """The topmost unit above it."""
         return self._root or self
 
 
@@ -50,7 +50,7 @@ class _Found:
         self.parameter = parameter
         self.owners: list[ModuleUnit | None] = []
 
-    # None: nobody's forward begins before it is read.
+    # None: no forward that would gather it begins before it is read.
     def owner(self) -> ModuleUnit | None:
         first = self.owners[0]
         if len(self.owners) == 1 or first is None:
@@ -60,7 +60,7 @@ class _Found:
 
 
 class _Walk:
-    """Through a model, whose root is the model itself, or, where that is never called, the first modules
+    """Walks a model. The root is the model itself or, if that is never called, the topmost modules
     below it that are.
     """
 
@@ -100,8 +100,8 @@ class _Walk:
 
 
 def module_units(model: torch.nn.Module, units: Units) -> list[ModuleUnit]:
-    """The units of a model, its root for the rest first. Parameters that nobody would gather in time are in
-    none: those of scripted modules, and of modules that are never called.
+    """The units of a model. A root has the remaining parameters. Parameters that no unit would gather
+    in time are in none: those of scripted modules, and of modules that are never called.
     """
     walk = _Walk(model, units)
     for found in walk.found.values():
@@ -116,7 +116,7 @@ def _has_forward(module: torch.nn.Module) -> bool:
     return type(module).forward is not torch.nn.Module.forward
 
 
-# A parametrization is called by whoever reads the parameter.
+# A parametrization is called when the parameter is read.
 def _is_list(module: torch.nn.Module) -> bool:
     is_parametrization = isinstance(module, torch.nn.utils.parametrize.ParametrizationList)
     return isinstance(module, torch.nn.ModuleList) and not is_parametrization

@@ -1,4 +1,4 @@
-"""What a ShardedOptimizer is made with, checked."""
+"""Checks the options of a ShardedOptimizer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hsdp.torch.parameter_slices import refuse
 def require_options(
     stage: Any, max_grad_norm: Any, gather_bucket_bytes: Any, master_dtype: Any
 ) -> None:
-    """UsageError for what no optimizer can have."""
+    """Raises UsageError for options that no optimizer can have."""
     if stage not in (1, 2, 3):
         refuse("stage 1, 2 or 3", repr(stage))
     if max_grad_norm is not None and not max_grad_norm > 0:
@@ -23,7 +23,7 @@ def require_options(
 
 
 def require_unit_options(prefetch_bytes: Any, persistence_threshold: Any) -> None:
-    """The same of stage 3."""
+    """The same for stage 3."""
     is_count = isinstance(prefetch_bytes, int) and prefetch_bytes >= 0
     if prefetch_bytes is not None and not is_count:
         refuse("prefetch_bytes of at least 0, or None", repr(prefetch_bytes))
@@ -32,7 +32,7 @@ def require_unit_options(prefetch_bytes: Any, persistence_threshold: Any) -> Non
 
 
 def is_offloaded(offload: Any, reducer: Reducer) -> bool:
-    """Whether masters and states are to be on the host."""
+    """Whether master weights and states are kept on the host."""
     if offload not in (None, "host"):
         refuse("offload None or 'host'", repr(offload))
     if offload == "host" and reducer.mesh.device == "cpu":
@@ -41,7 +41,7 @@ def is_offloaded(offload: Any, reducer: Reducer) -> bool:
 
 
 def required_reducers(listed: list[Any]) -> list[Reducer]:
-    """Them, where they are Reducers of one mesh."""
+    """The Reducers, if they are Reducers of one mesh."""
     for i, reducer in enumerate(listed):
         if not isinstance(reducer, Reducer):
             refuse("a Reducer or several", f"an object of type {type(reducer).__name__}")

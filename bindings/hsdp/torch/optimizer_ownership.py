@@ -1,4 +1,4 @@
-"""Which optimizers a Reducer has, and of which steps they have taken the gradients."""
+"""Which optimizers use a Reducer, and which steps' gradients they have taken."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
 _owners: weakref.WeakKeyDictionary[Reducer, weakref.WeakKeyDictionary[ShardedOptimizer, None]] = (
     weakref.WeakKeyDictionary()
 )
-# The last step of each Reducer that optimizers have taken, and the names of those parameters: none is
+# The last step of each Reducer that optimizers have taken, with the names of those parameters: none is
 # taken twice.
 _taken: weakref.WeakKeyDictionary[Reducer, tuple[int, frozenset[str]]] = weakref.WeakKeyDictionary()
 
 
 def own(reducer: Reducer, optimizer: ShardedOptimizer) -> None:
-    """It has parameters of this Reducer."""
+    """Notes that it has parameters of this Reducer."""
     _owners.setdefault(reducer, weakref.WeakKeyDictionary())[optimizer] = None
 
 
 def disown(reducer: Reducer, optimizer: ShardedOptimizer) -> None:
-    """It has none any more."""
+    """Notes that it no longer has any."""
     if owns(reducer, optimizer):
         del _owners[reducer][optimizer]
 
 
 def owns(reducer: Reducer, optimizer: ShardedOptimizer) -> bool:
-    """Whether it has."""
+    """Whether it has parameters of this Reducer."""
     return optimizer in _owners.get(reducer, ())
 
 
 def all_optimizers() -> list[ShardedOptimizer]:
-    """Those of all Reducers, in one order on every rank."""
+    """The optimizers of all Reducers, in the same order on every rank."""
     return list({optimizer: None for its in _owners.values() for optimizer in its})
 
 
@@ -49,13 +49,13 @@ def has_taken(reducer: Reducer, step: int, names: frozenset[str]) -> bool:
 
 
 def take(reducer: Reducer, step: int, names: frozenset[str]) -> None:
-    """They are taken from here on."""
+    """Notes that they are taken."""
     taken, before = _taken.get(reducer, (-1, frozenset()))
     _taken[reducer] = (step, names | before if taken == step else names)
 
 
 def require_free(places: Iterable[tuple[str, object, Reducer]], stage: int, max_grad_norm: float | None) -> None:
-    """UsageError where another optimizer of a Reducer has one of these parameters, or other rules."""
+    """Raises UsageError if another optimizer of a Reducer has one of these, or different rules."""
     places = list(places)
     for reducer in {reducer: None for _, _, reducer in places}:
         for other in _owners.get(reducer, ()):

@@ -1,4 +1,4 @@
-"""What an optimizer may run on: flat slices of parameters, or whole ones of which each rank has some.
+"""Tests what an optimizer may run on: flat slices of parameters, or whole ones spread over the ranks.
 
 [Note: optimizers on slices]
 """
@@ -14,9 +14,9 @@ import torch
 from hsdp.errors import UsageError
 
 _SHAPE = (3, 4099)  # 12,297 elements
-_BLOCKS = (3, 4096)  # whole blocks of optimizers that quantize their states block by block
-_CUT = 5001  # on no boundary that a vector loop would notice
-_SIDES = (5, 7, 3, 2)  # of whole parameters: what has one of other sides is no state of each element
+_BLOCKS = (3, 4096)  #: whole blocks of optimizers that quantize their states in blocks
+_CUT = 5001  #: not a boundary of any vector loop
+_SIDES = (5, 7, 3, 2)  #: of whole parameters: a state with other sides is not per element
 _RATE = 0.1
 _ON_HOST: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
 _REMEDY = (
@@ -30,45 +30,45 @@ Settings = Mapping[str, Any]
 
 
 class ProbedStates(NamedTuple):
-    """What the states of an optimizer are."""
+    """The states of an optimizer."""
 
-    #: which have an element for each of the parameter's
+    #: those with an element for each of the parameter's
     elementwise: frozenset[str]
     #: whether "step" is a tensor
     has_tensor_step: bool
-    #: whether a state of zeros is as good as none before the first step
+    #: whether zeros are as good as no state before the first step
     begins_with_zeros: bool
 
 
 class Example(NamedTuple):
-    """Values of a parameter, and its gradients of some steps."""
+    """Values of a parameter, and its gradients in some steps."""
 
     start: torch.Tensor
     grads: torch.Tensor
 
     def flat_parts(self) -> list[Example]:
-        """As two slices have it."""
+        """The same as two slices."""
         start, grads = self.start.view(-1), self.grads.view(len(self.grads), -1)
         parts = (slice(0, _CUT), slice(_CUT, None))
         return [Example(start[part], grads[:, part]) for part in parts]
 
     def both(self) -> list[Example]:
-        """Of a pair of parameters."""
+        """The same as a pair of parameters."""
         return [Example(self.start[i], self.grads[:, i]) for i in range(2)]
 
 
 class _Told(NamedTuple):
-    """What is said of an optimizer that is refused."""
+    """The parts of the error for an optimizer that is refused."""
 
     wants: str
-    where: str  # it raised
+    where: str  # where it raised
     if_raised: str
     differs: str
     if_differs: str
 
 
 class _Run(NamedTuple):
-    """What is there after some steps: of each parameter, and of their group."""
+    """The outcome of some steps: for each parameter, and for their group."""
 
     values: list[torch.Tensor]
     states: list[dict[str, Any]]
@@ -76,8 +76,8 @@ class _Run(NamedTuple):
 
 
 class OptimizerProbe:
-    """Tries out a class of torch optimizers. torch's random state stays as it is. What the class itself
-    refuses, it raises.
+    """Tests a class of torch optimizers. Preserves torch's random state. Errors of the class itself are
+    raised as they are.
     """
 
     def __init__(self, optimizer_class: Any, options: Settings) -> None:
@@ -96,8 +96,8 @@ class OptimizerProbe:
             )
 
     def on_slices(self, settings: Settings, is_complex: bool = False) -> ProbedStates:
-        """UsageError unless some steps of a matrix, real or complex, give the same bits as those of its two
-        flat halves, each in an optimizer of its own. `settings` are those of the parameter group.
+        """Raises UsageError unless some steps of a matrix, real or complex, give the same bits as those
+        of its two flat halves, each in a separate optimizer. `settings`: the parameter group's.
         """
         examples = [_of_all_sizes(_SHAPE, is_complex), _of_two_kinds(_BLOCKS, is_complex)]
         self._make(settings, [torch.nn.Parameter(examples[0].start)])
@@ -114,8 +114,8 @@ class OptimizerProbe:
     def on_whole(
         self, settings: Settings, dimensions: int, is_complex: bool = False
     ) -> ProbedStates:
-        """UsageError unless some steps of two parameters of so many dimensions give the same bits as
-        those of each in an optimizer of its own.
+        """Raises UsageError unless some steps of two parameters of `dimensions` dimensions give the
+        same bits as those of each in a separate optimizer.
         """
         shape = (*_SIDES, *[2] * dimensions)[:dimensions]
         shape = (2, *shape)
@@ -129,7 +129,7 @@ class OptimizerProbe:
         runs = [self._require_alike(settings, both, both, told) for both in examples]
         return self._states(settings, examples[0][0], runs[0].states[0])
 
-    # Together, and each part in an optimizer of its own.
+    # Runs all together, and each part in a separate optimizer.
     def _require_alike(
         self, settings: Settings, whole: list[Example], parts: list[Example], told: _Told
     ) -> _Run:
@@ -137,11 +137,11 @@ class OptimizerProbe:
             try:
                 together = self._run(settings, whole)
                 alone = [self._run(settings, [part]) for part in parts]
-            except Exception as error:  # whatever a class raises that cannot
+            except Exception as error:  # an unsuitable class may raise anything
                 raised = f"raised {type(error).__name__}: {error}{told.where}"
                 fused = {**self._options, **settings}.get("fused") and whole[0].start.is_complex()
                 self._refuse(told.wants, raised, _NOT_FUSED if fused else told.if_raised, error)
-        # What a step counts in a group is the same for all; what it computes of all elements is not.
+        # A group's step count is the same everywhere; a value computed from all elements is not.
         for key, value in together.settings.items():
             if any(_differ(value, one.settings.get(key)) for one in alone):
                 got = f"computes {key!r} of a parameter group from all its gradients"
@@ -169,7 +169,7 @@ class OptimizerProbe:
         try:
             zeros = {key: zero_of(value) for key, value in state.items()}
             found = self._run(settings, [once], zeros)
-        except Exception:  # whatever a class raises where something else was to be there
+        except Exception:  # a class may raise anything if a state is missing
             return False
         return bool(torch.equal(found.values[0], wanted.values[0]))
 
@@ -206,13 +206,13 @@ class OptimizerProbe:
 
 
 def begin_training(optimizer: torch.optim.Optimizer) -> None:
-    """Schedule-free ones must be told before they step."""
+    """Schedule-free optimizers must be told before they step."""
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
 
 
-# As numbers: what else a class may keep there is its own.
+# Compares numbers; other values that a class keeps there are its own business.
 def _differ(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) != len(b) or any(map(_differ, a, b))
@@ -227,7 +227,7 @@ def _flat(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([value.reshape(-1) for value in values])
 
 
-# Gradients of all sizes, in any direction.
+# Gradients of all magnitudes, in any direction.
 def _of_all_sizes(shape: tuple[int, ...], is_complex: bool) -> Example:
     generator = torch.Generator("cpu").manual_seed(1)
     kind: dict[str, Any] = {"generator": generator, **_kind(is_complex)}
@@ -236,8 +236,8 @@ def _of_all_sizes(shape: tuple[int, ...], is_complex: bool) -> Example:
     return Example(torch.randn(shape, **kind), grads)
 
 
-# In the first part they stay the same, in the second they change sign in every step: a scalar that is
-# computed over all elements, as Prodigy's step size, then differs between the parts.
+# The gradients of the first part stay the same; those of the second change sign in every step. A scalar
+# computed over all elements, such as Prodigy's step size, then differs between the parts.
 def _of_two_kinds(shape: tuple[int, ...], is_complex: bool) -> Example:
     kind: dict[str, Any] = {"generator": torch.Generator("cpu").manual_seed(2), **_kind(is_complex)}
     one = torch.randn(shape, **kind)
@@ -253,7 +253,7 @@ def _kind(is_complex: bool) -> dict[str, Any]:
 
 
 def zero_of(value: Any) -> Any:
-    """The zero of a state; UsageError where it has none."""
+    """The zero value of a state; raises UsageError if it has none."""
     if isinstance(value, torch.Tensor):
         return torch.zeros_like(value)
     if isinstance(value, (bool, int, float)):
@@ -261,8 +261,8 @@ def zero_of(value: Any) -> Any:
     raise UsageError(f"zero: ShardedOptimizer: expected a number, got a {type(value).__name__}")
 
 
-# What is left out changes where and in which instructions it computes, not what; but a fused one takes no
-# complex parameters. A rate of 0, with which a warm-up begins, would show nothing.
+# The omitted options change where and how it computes, not what; but a fused optimizer takes no complex
+# parameters. A rate of 0, with which a warm-up begins, would show nothing.
 def _on_host(options: Settings, is_complex: bool) -> dict[str, Any]:
     left_out = ("capturable",) if is_complex else ("fused", "capturable")
     kept = {key: value for key, value in options.items() if key not in left_out}

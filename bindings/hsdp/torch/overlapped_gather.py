@@ -1,4 +1,4 @@
-"""The gathers of an optimizer's parameters, under what comes next.
+"""Gathers an optimizer's parameters while the following work runs.
 
 [Note: parameters in flight]
 """
@@ -22,12 +22,11 @@ from hsdp.torch.parameter_in_flight import (
 from hsdp.torch.parameter_slices import ParameterSlice
 from hsdp.zero.parameter_gather import GatherStats, ParameterGather
 
-# They look at the parameters of modules below them, and take another way where one is of a class of
-# its own.
+# They look at the parameters of modules below, and behave differently if one is of a subclass.
 _READS_BELOW = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
 
 
-# Their forward runs no hook and asks no class.
+# Their forward runs no hooks and ignores the parameters' class.
 def _scripted_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
@@ -35,20 +34,20 @@ def _scripted_parameters(model: torch.nn.Module) -> Iterator[torch.nn.Parameter]
 
 
 class WaitBeforeForward:
-    """A pre-hook that waits for a module's parameters, and for those of modules below it that nobody
-    has called yet: a list of parameters never is, and what its owner's forward does with them may ask
-    no class. A copy of the hook, in a copy of the model, does nothing.
+    """A pre-hook that waits for a module's parameters, and for those of modules below that have never
+    been called: a list of parameters never is, and its owner's forward may ignore their class. A
+    copy of the hook, in a copy of the model, does nothing.
     """
 
     def __init__(self, gather: OverlappedGather, slices: Sequence[ParameterSlice]) -> None:
         self._gather = weakref.ref(gather)
         self._slices = slices
         self._was_called = False
-        #: the hooks of modules below, all of them until the first call
+        #: the hooks of modules below; until the first call, all of them
         self.below: list[WaitBeforeForward] = []
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
-        """Before the module's forward."""
+        """Called before the module's forward."""
         if torch.compiler.is_compiling():
             tell_of_compiler()
             return
@@ -62,19 +61,19 @@ class WaitBeforeForward:
                 gather.wait_before_use(one._slices)
         gather.wait_before_use(self._slices)
 
-    # A function of Python's own that changes nothing: who loads the copy may not have this package.
+    # A built-in that does nothing: the copy may be loaded without this package.
     def __reduce__(self) -> Any:
         return getattr, ({}, "get")
 
 
 class OverlappedGather:
-    """Gathers the parameters of one optimizer, beside what comes next where `models` are given.
+    """Gathers the parameters of one optimizer; with `models`, while the following work runs.
 
-    Forward pre-hooks wait for the parameters of their module, and the parameters themselves for
-    whoever meets them elsewhere. A compiler would compile once more for a parameter in flight, so
-    once it has met one of them, starts wait for their gathers themselves.
+    Forward pre-hooks wait for the parameters of their module, and elsewhere the parameters themselves
+    make readers wait. A compiler would recompile for a parameter in flight, so once it has met one,
+    `start` itself waits for the gathers.
 
-    Construction is collective, as `start` is; all else is local.
+    The constructor and `start` are collective; everything else is local.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class OverlappedGather:
         unit_bytes: int,
         models: Sequence[torch.nn.Module] = (),
     ) -> None:
-        self._slices = list(slices)  # in the order in which they are gathered
+        self._slices = list(slices)  # in gather order
         self._unit_bytes = unit_bytes
         self._start_count = 0
         self._replaced: list[GatherStats] = []
@@ -140,26 +139,26 @@ class OverlappedGather:
                 self._hooks.append(module.register_forward_pre_hook(hook, prepend=True))
 
     def met_by_compiler(self) -> None:
-        """Waits. An export goes elsewhere; what is compiled will run again."""
+        """Waits. An exported graph runs elsewhere; a compiled one will run here again."""
         self._flies = self._flies and torch.compiler.is_exporting()
         self.wait_all()
 
     def start(self) -> None:
-        """This rank's slices, or masters, are new: gathers all parameters. Waits for those that
-        cannot be in flight.
+        """Call it when this rank's slices, or masters, are new: gathers all parameters. Waits for those
+        that cannot be in flight.
         """
         if self._start_count == 1 and self._slices:
             self._agree_on_order()
         self._start_count += 1
-        # A backward pass of a graph that saved the old values is an error, as torch has it.
+        # Makes a backward pass of a graph that saved the old values fail, as usual in torch.
         torch.autograd.graph.increment_version([one.parameter for one in self._slices])
         for gather in self._gathers.values():
             gather.start()
         for unit in self._units:
             unit.depart(self._flies and unit not in self._grounded)
 
-    # That in which rank 0 used the parameters first since the first start. No rank knows which others
-    # have parameters in flight.
+    # The order in which rank 0 first used the parameters since the first start. No rank knows which
+    # parameters others have in flight.
     def _agree_on_order(self) -> None:
         self._watches = False
         numbers = {id(one.parameter): number for number, one in enumerate(self._slices)}
@@ -174,49 +173,49 @@ class OverlappedGather:
             self._make_gathers()
 
     def rebind(self, one: ParameterSlice) -> None:
-        """From the next start on its parameter is other memory. While nothing is in flight."""
+        """From the next start, its parameter uses other memory. Call it while nothing is in flight."""
         self._gathers[one.reducer].rebind(one.name, one.whole)
 
     def wait_before_use(self, slices: Iterable[ParameterSlice]) -> None:
-        """For a module that is about to read them."""
+        """Called for a module that is about to read them."""
         watches = self._watches and self._start_count > 0
         if not in_flight and not watches:
             return
         for one in slices:
-            if watches:  # also one that is there already
+            if watches:  # even if it has already arrived
                 self._used.setdefault(id(one.parameter))
             unit = in_flight.get(id(one.parameter))
             if unit is not None:
                 unit.wait()
 
     def wait_all(self) -> None:
-        """Until nothing is in flight."""
+        """Waits until nothing is in flight."""
         for unit in self._units:
             unit.wait()
         self._release()
 
-    # On a GPU also what has not landed.
+    # On a GPU, includes those that have not arrived.
     def _release(self) -> None:
         for unit in self._units:
             unit.release()
 
     def stats(self) -> GatherStats:
-        """Of all gathers so far."""
+        """Totals of all gathers so far."""
         every = [*self._replaced, *(gather.stats() for gather in self._gathers.values())]
         return GatherStats(*map(sum, zip(*every, strict=True)))
 
     def last_times(self) -> dict[str, tuple[float, float]]:
-        """When the last gather of each parameter began and ended, as ParameterGather.last_times."""
+        """When the last gather of each parameter began and ended, like ParameterGather.last_times."""
         every = (gather.last_times() for gather in self._gathers.values())
         return {name: times for one in every for name, times in one.items()}
 
     def abort(self, reason: str) -> None:
-        """Ends the mesh with this text: for a rank whose slices the others wait for in vain."""
+        """Ends the mesh with this text: for a rank whose slices will never come."""
         for gather in self._gathers.values():
             gather.abort(reason)
 
     def close(self) -> None:
-        """Leaves neither hooks nor parameters in flight, also when what it waits for fails."""
+        """Removes hooks and parameters in flight, even if waiting for them fails."""
         may_put_in_flight.discard(self)
         for hook in self._hooks:
             hook.remove()
@@ -227,6 +226,6 @@ class OverlappedGather:
             self._release()
 
     def close_quietly(self) -> None:
-        """Where nobody hears what went wrong."""
+        """For contexts where no one would see an error."""
         with contextlib.suppress(Exception):
             self.close()

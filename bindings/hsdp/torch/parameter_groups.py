@@ -11,7 +11,7 @@ from hsdp.torch.parameter_slices import refuse
 
 
 def parameter_groups(params: Any) -> list[dict[str, Any]]:
-    """Of a model its named parameters."""
+    """For a model, its named parameters."""
     if isinstance(params, torch.nn.Module):
         params = params.named_parameters()
     if isinstance(params, (torch.Tensor, set)):
@@ -29,18 +29,18 @@ def _as_list(params: Any) -> list[Any]:
 
 
 def tensors(group: dict[str, Any]) -> list[torch.nn.Parameter]:
-    """The parameters of a group, which may be named."""
+    """The parameters of a group, which may have names."""
     return [p[1] if isinstance(p, tuple) else p for p in group["params"]]
 
 
 def settings(group: dict[str, Any]) -> dict[str, Any]:
-    """What holds for all parameters of a group: lr and the like."""
+    """What applies to all parameters of a group, such as lr."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def give_settings(group: dict[str, Any], other: dict[str, Any]) -> None:
-    """Those of a group to another one. What a class keeps in a tensor stays one, which no other group
-    shares.
+    """Copies settings of one group to another. A setting stored in a tensor stays a tensor, which no
+    other group shares.
     """
     for key, value in settings(group).items():
         now = other.get(key)

@@ -1,4 +1,4 @@
-"""Parameters that are gathered under what comes next: whoever reads one waits for it.
+"""Parameters that are gathered while other work runs: reading one waits for it.
 
 [Note: parameters in flight]
 """
@@ -22,8 +22,8 @@ from hsdp.zero.parameter_gather import ParameterGather
 
 
 class GatheredUnit:
-    """Parameters that travel in one message. In flight from a start of the gather until somebody has
-    waited for them, from any thread. `used` notes those that were used in flight, in this order.
+    """Parameters that travel in one message. They are in flight from the start of the gather until any
+    thread has waited for them. `used` records those that were used in flight, in order.
     """
 
     def __init__(
@@ -35,17 +35,16 @@ class GatheredUnit:
         self._lock = threading.RLock()
         self._is_in_flight = False
         self._on_host = slices[0].whole.is_cpu
-        self._copied: list[Any] = []  # parameters that are no row-major memory, and what is gathered
+        self._copied: list[Any] = []  # (memory that is not row-major, the gathered copy)
 
     def depart(self, flies: bool) -> None:
-        """Its gather was started: from here on whoever reads one of its parameters waits, or this
-        call does.
+        """Call it once the gather has started: readers of its parameters then wait, or else this call
+        does.
         """
         self._copied = [(s.parameter.data, s.whole) for s in self._slices if s.is_copied]
-        if self._on_host:  # whoever waits may be inside a transform, in which torch copies nothing
+        if self._on_host:  # a reader may be inside a transform, in which torch copies nothing
             self._copied = [(bits(data).numpy(), bits(whole).numpy()) for data, whole in self._copied]
-        # A class of the user's has its own ideas of what a class does; a copy is made once, on one
-        # stream.
+        # Subclasses by users may treat classes in their own way; a copy is made once, on one stream.
         if (
             flies
             and (self._on_host or not self._copied)
@@ -59,14 +58,14 @@ class GatheredUnit:
             self._complete()
 
     def wait_for(self, parameter: torch.Tensor) -> None:
-        """For who is about to use that one."""
+        """Called when that parameter is about to be used."""
         self._used.setdefault(id(parameter))
         self.wait()
 
     def wait(self) -> None:
-        """Until its parameters have their new values. What went wrong is raised, each time."""
+        """Waits until its parameters have their new values. Raises a failure at each call."""
         with self._lock:
-            if not self._is_in_flight:  # and somebody may have written since
+            if not self._is_in_flight:  # it may have been written to since
                 return
             self._complete()
             # On a GPU only the current stream waits; another one may read next.
@@ -79,7 +78,7 @@ class GatheredUnit:
             data[...] = whole
 
     def release(self) -> None:
-        """They are parameters like others again."""
+        """Turns them into normal parameters again."""
         self._is_in_flight = False
         for one in self._slices:
             if in_flight.get(id(one.parameter)) is self:
@@ -102,10 +101,10 @@ os.register_at_fork(before=_land)
 
 
 class MetByCompiler(Protocol):
-    """Whoever puts parameters in flight."""
+    """An object that puts parameters in flight."""
 
     def met_by_compiler(self) -> None:
-        """A compiler has met a parameter in flight, or a module that waits for some."""
+        """Called when a compiler has met a parameter in flight, or a module that waits for one."""
 
 
 may_put_in_flight: weakref.WeakSet[MetByCompiler] = weakref.WeakSet()
@@ -117,14 +116,14 @@ def _tell_of_compiler() -> bool:
     return True
 
 
-#: Nothing is in flight when this returns. It runs while a compiler traces, which traces nothing of it.
+#: Nothing is in flight when this returns. It runs while a compiler traces, but is not traced.
 tell_of_compiler: Any = torch.compiler.assume_constant_result(_tell_of_compiler)
 
 
 class ParameterInFlight(torch.nn.Parameter):
-    """The class of a parameter while it is gathered: what reads or writes its values waits before."""
+    """The class of a parameter while it is gathered: reading or writing its values waits first."""
 
-    # Not another one in flight: `type(p)(values)` is how torch copies a parameter.
+    # Not in flight itself: `type(p)(values)` is how torch copies a parameter.
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
         return torch.nn.Parameter(data, requires_grad)
 
@@ -143,9 +142,9 @@ class ParameterInFlight(torch.nn.Parameter):
         with private_torch.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
-    # The only method that asks no class.
+    # The only method that ignores __torch_function__.
     def as_subclass(self, cls: Any) -> Any:
-        """As torch's."""
+        """Like torch's."""
         _wait_for_all([self])
         return torch.Tensor.as_subclass(self, cls)
 
@@ -155,7 +154,7 @@ def _is_made_a_parameter(caller: Any) -> bool:
     return caller.f_code is torch.nn.Parameter.__new__.__code__
 
 
-# Whether none of them is in flight any more.
+# Returns whether none of them is in flight any more.
 def _wait_for_all(values: Iterable[Any]) -> bool:
     landed = True
     for value in values:
@@ -171,7 +170,7 @@ def _wait_for_all(values: Iterable[Any]) -> bool:
     return landed
 
 
-#: what neither reads nor writes values: a Reducer looks at every p.grad when a microbatch begins.
+#: reads and writes no values: a Reducer looks at every p.grad when a microbatch begins
 WITHOUT_VALUES = {
     *(getattr(torch.Tensor, name).__get__ for name in (
         "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta",

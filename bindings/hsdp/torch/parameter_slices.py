@@ -1,4 +1,4 @@
-"""This rank's slices of torch parameters: where they lie, their masters, their states."""
+"""This rank's slices of torch parameters: their places, masters and states."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from hsdp.torch.value_digests import differ
 
 
 def refuse(expected: str, got: str) -> NoReturn:
-    """A UsageError of ShardedOptimizer."""
+    """Raises a UsageError of ShardedOptimizer."""
     raise UsageError(f"zero: ShardedOptimizer: expected {expected}, got {got}")
 
 
 def flat_part(whole: torch.Tensor, offset: int, count: int) -> torch.Tensor:
-    """Elements of a tensor flattened row-major: a view of it where it lies so."""
+    """Elements of a tensor flattened row-major: a view if its memory is row-major."""
     return whole.contiguous().reshape(-1)[offset : offset + count]
 
 
 class ParameterSlice:
-    """This rank's slice of one parameter; with layout "whole" all of it or nothing."""
+    """This rank's slice of one parameter; with layout "whole" either all of it or nothing."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class ParameterSlice:
         self.name = name
         self.parameter = parameter
         self.reducer = reducer
-        self.states = states  # of its optimizer
+        self.states = states  #: of its optimizer
         self.offloaded = offloaded
         #: whether the whole parameter is freed between uses
         self.is_released = is_released
@@ -48,19 +48,19 @@ class ParameterSlice:
         parts = 2 if parameter.is_complex() else 1
         #: in elements of the parameter
         self.offset, self.count = place.offset // parts, place.count // parts
-        #: whether the parameter is one rank's
+        #: whether one rank has all of the parameter
         self.is_whole = reducer.layout == "whole"
         #: whether this rank's optimizer has it
         self.is_here = self.count > 0 or not self.is_whole
-        self.own: torch.Tensor  # of the parameter, flat; not of a released one
-        self.master: torch.nn.Parameter  # of master_dtype; of a parameter of that dtype it is `own`
-        self.gradient: torch.Tensor  # the Reducer's shard, which stays where it is
-        self.stored: torch.Tensor  # of a released one: what gathers read, of master_dtype or the parameter's
+        self.own: torch.Tensor  # of the parameter, flat; unset if it is released
+        self.master: torch.nn.Parameter  # of master_dtype; if the parameter has that dtype, it is `own`
+        self.gradient: torch.Tensor  # the Reducer's shard, which stays in place
+        self.stored: torch.Tensor  # if it is released: what gathers read
         if not is_released:
             self.bind()
 
     def bind(self) -> None:
-        """To the parameter's memory as it is now."""
+        """Binds to the parameter's current memory."""
         data = self.parameter.data
         # What is gathered: the parameter's own memory, or a row-major copy of it.
         self.is_copied = not data.is_contiguous()
@@ -74,16 +74,16 @@ class ParameterSlice:
 
     @property
     def inside_shape(self) -> torch.Size:
-        """What the optimizer that has it gets: a matrix where it is whole, or a flat slice."""
+        """The shape for its optimizer: a matrix for a whole parameter, otherwise a flat slice."""
         is_matrix = self.is_whole and self.parameter.dim() > 1
         return self.parameter.shape if is_matrix else torch.Size([self.parameter.numel()])
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its elements here as its optimizer gets them."""
+        """Its elements here, in the shape for its optimizer."""
         return flat.view(self.inside_shape) if self.is_whole and self.is_here else flat
 
     def require_same_kind(self) -> None:
-        """UsageError where the parameter has another shape, dtype or device by now."""
+        """Raises UsageError if the parameter now has another shape, dtype or device."""
         require_unmarked(self.name, self.parameter)
         data, whole = self.parameter.data, self.whole
         if (data.shape, data.dtype, data.device) != (whole.shape, whole.dtype, whole.device):
@@ -95,34 +95,34 @@ class ParameterSlice:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the master has more bits than the parameter, and so is a state."""
+        """Whether the master has more bits than the parameter, and therefore is a state."""
         return self.parameter.dtype is not self.master_dtype
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """Of master, gradient and states: float32, but of a float64 or complex parameter its own."""
+        """The dtype of master, gradient and states: float32, or a float64 or complex parameter's."""
         dtype = self.parameter.dtype
         return dtype if dtype is torch.float64 or dtype.is_complex else torch.float32
 
     @property
     def has_own_master(self) -> bool:
-        """Whether the master is other memory than the parameter's: of 16 bits, offloaded or released."""
+        """Whether the master has separate memory: the parameter is 16-bit, offloaded or released."""
         return self.offloaded or self.is_rounded or self.is_released
 
     def rounded(self) -> torch.Tensor:
-        """Of a released one: the slice in the parameter's dtype."""
+        """If it is released: the slice in the parameter's dtype."""
         return self.stored.detach().to(self.parameter.dtype)
 
     def take(self) -> None:
-        """Of one that will be released: its first values, of the parameter."""
+        """If it will be released: takes its first values from the parameter."""
         values = self.part_of(self.parameter.data)
         self.master.detach().view(-1).copy_(values)
         if self.offloaded:
             self.stored.copy_(values)
 
     def take_over(self, values: torch.Tensor) -> None:
-        """Of a released one: the slice's new values, in the parameter's dtype. What is as it was rounded
-        stays as precise as the master is.
+        """If it is released: takes the slice's new values, in the parameter's dtype. Elements that
+        equal the rounded master keep the master's precision.
         """
         master = self.master.detach().reshape(-1)
         if self.is_rounded:
@@ -136,12 +136,12 @@ class ParameterSlice:
 
 
 def memory_of(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Changes with the memory or layout of a parameter."""
+    """Changes when the memory or layout of a parameter does."""
     return parameter.data_ptr(), parameter.stride(), parameter.shape, parameter.dtype, parameter.is_conj()
 
 
 def require_unmarked(name: str, parameter: torch.Tensor) -> None:
-    """UsageError where its memory does not show its values."""
+    """Raises UsageError if torch marks the tensor so that its memory differs from its values."""
     mark = mark_of(parameter)
     if mark is not None:
         refuse(
@@ -153,7 +153,7 @@ def require_unmarked(name: str, parameter: torch.Tensor) -> None:
 def gather_whole(
     parts: Mapping[ParameterSlice, torch.Tensor],
 ) -> list[tuple[ParameterSlice, torch.Tensor]]:
-    """Whole tensors of what this rank has of them. Collective: the same ones on every rank."""
+    """Whole tensors from the ranks' parts. Collective: the same ones on every rank."""
     whole_of: dict[Reducer, dict[ParameterSlice, torch.Tensor]] = {}
     for one, part in parts.items():
         shape, device = one.parameter.shape, one.parameter.device
@@ -171,15 +171,15 @@ def gather_whole(
     return result
 
 
-# A state of a complex parameter may be real: then the real view has each value twice.
+# A state of a complex parameter may be real: the real view then has each value twice.
 def _gathered(one: ParameterSlice, whole: torch.Tensor) -> torch.Tensor:
     is_of_parts = one.parameter.is_complex() and not whole.is_complex()
     return torch.stack((whole, whole), -1) if is_of_parts else whole
 
 
 class SliceMasters:
-    """Masters of all slices of one dtype. Offloaded ones are in pinned host memory, and so are
-    their gradients.
+    """Masters of all slices of one dtype. Offloaded masters are in pinned host memory, and so are their
+    gradients.
     """
 
     def __init__(self, slices: list[ParameterSlice]) -> None:
@@ -197,34 +197,34 @@ class SliceMasters:
         )
 
     def offload_gradients(self) -> None:
-        """Gives offloaded masters gradients beside them."""
+        """Allocates gradients next to offloaded masters."""
         if self._offloaded:
             parts = self._empty(self._flat.dtype).split(self._counts)
             for one, part in zip(self.slices, parts, strict=True):
                 one.master.grad = one.shaped(part)
 
     def fetch_gradients(self) -> None:
-        """Before an update."""
+        """Called before an update."""
         if self._offloaded:
             grads: list[Any] = [one.master.grad for one in self.slices]
             private_torch.foreach_copy_(grads, [one.gradient for one in self.slices])
 
     def reread(self) -> None:
-        """Takes over what somebody else has written to the parameters."""
+        """Takes over what others have written to the parameters."""
 
     def current(self) -> list[torch.Tensor]:
-        """What `reread` would make of them, not to be written. They stay as they are."""
+        """The values that `reread` would set; read-only. Does not change the masters."""
         return list(self._flat.split(self._counts))
 
     def mark_rounded(self) -> None:
-        """The parameters have the masters' values, or get them from the gather."""
+        """Called when the parameters have the masters' values, or will get them from the gather."""
 
     def load_parameters(self) -> None:
-        """Gives what gathers read the values of offloaded masters."""
+        """Copies offloaded masters to where gathers read."""
 
 
 class Masters(SliceMasters):
-    """Of parameters that stay, and what the masters were rounded to."""
+    """Masters of parameters that are not released, and what they were rounded to."""
 
     def __init__(self, slices: list[ParameterSlice]) -> None:
         super().__init__(slices)
@@ -236,7 +236,7 @@ class Masters(SliceMasters):
         private_torch.foreach_copy_(list(now.split(self._counts)), [one.own for one in self.slices])
         return now
 
-    # Elements that somebody has written since they were rounded.
+    # Takes over elements written since they were rounded.
     def _with_written(self, now: torch.Tensor) -> torch.Tensor:
         written = differ(now, self._rounded)
         if self._flat.is_cuda or bool(written.any()):
@@ -244,7 +244,7 @@ class Masters(SliceMasters):
         return self._flat
 
     def reread(self) -> None:
-        """Elements that were written since they were rounded."""
+        """Takes over elements written since they were rounded."""
         now = self._read()
         current = self._with_written(now)
         if current is not self._flat:
@@ -252,24 +252,24 @@ class Masters(SliceMasters):
             self._rounded = now
 
     def current(self) -> list[torch.Tensor]:
-        """With such elements."""
+        """Includes such elements."""
         return list(self._with_written(self._read()).split(self._counts))
 
     def mark_rounded(self) -> None:
-        """What is written from here on differs from that."""
+        """Later writes are detected by comparison with this."""
         self._rounded.copy_(self._flat)
 
     def load_parameters(self) -> None:
-        """Those are the own slices."""
+        """Gathers read the own slices."""
         if self._offloaded:
             parts = list(self._rounded.split(self._counts))
             private_torch.foreach_copy_([one.own for one in self.slices], parts)
 
 
 class StoredMasters(SliceMasters):
-    """Of released parameters: their values are nowhere else. Gathers read them, or, of offloaded ones,
-    what they were rounded to, which stays on the device. They have none before `take` of each slice. A
-    unit that was written to says so itself.
+    """Masters of released parameters, the only copy of their values. Gathers read them or, if they are
+    offloaded, their rounded values, which stay on the device. They are unset until `take` of each
+    slice. A unit itself reports when it was written to.
     """
 
     def __init__(self, slices: list[ParameterSlice]) -> None:
@@ -284,6 +284,6 @@ class StoredMasters(SliceMasters):
             one.stored = part
 
     def load_parameters(self) -> None:
-        """Those are rounded copies of them."""
+        """Gathers read rounded copies of the masters."""
         if self._offloaded:
             self._stored.copy_(self._flat)

@@ -1,8 +1,9 @@
-"""All that hsdp uses of torch's private parts.
+"""All private parts of torch that hsdp uses.
 
-Each part is looked up when it is first used, in the form that this torch has. A missing one is a UsageError
-that names it, and what works without it. Each has a check in tests/python/test_torch_private.py, which fails
-first when torch changes; a test there keeps such uses out of other files.
+Each part is looked up when it is first used, in the form that this torch has. A missing part is a
+UsageError that names it, and what works without it. Each has a check in
+tests/python/test_torch_private.py, which fails first when torch changes. A test there keeps them out of
+other files.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from hsdp.caller_warning import warn_caller
 from hsdp.errors import UsageError
 
-#: the releases of torch, first and last, that all tests have run with
+#: the first and last release of torch that all tests have run with
 OLDEST = (2, 9)
 NEWEST = (2, 15)
 
@@ -36,7 +37,7 @@ _Found = TypeVar("_Found")
 _parts: dict[str, tuple[Callable[[], Any], str]] = {}
 
 
-# The function below it finds the part, which takes the function's name: __getattr__ calls it once.
+# The decorated function finds the part, whose name it has: __getattr__ calls it once.
 def _part(works: str) -> Callable[[Callable[[], _Found]], _Found]:
     def keep(find: Callable[[], Any]) -> Any:
         _parts[find.__name__] = (find, works)
@@ -65,7 +66,7 @@ def _missing(error: Exception, works: str) -> UsageError:
     )
 
 
-# Of objects whose class does not tell.
+# For objects whose class does not tell.
 def _attribute(owner: Any, name: str, works: str) -> Any:
     try:
         return getattr(owner, name)
@@ -78,7 +79,7 @@ def _text(release: tuple[int, int]) -> str:
 
 
 def check_release(version: str) -> None:
-    """ImportError for a torch that is too old; a RuntimeWarning for one that no test has seen."""
+    """Raises ImportError for a torch that is too old; RuntimeWarning for one that no test has seen."""
     release = tuple(map(int, version.split(".")[:2]))
     if release < OLDEST:
         raise ImportError(
@@ -148,13 +149,13 @@ SETTABLE_WITHOUT_VALUES = tuple(name for name in ATTRIBUTES_WITHOUT_VALUES if na
 
 @_part(_GRADIENTS)
 def version() -> Callable[[torch.Tensor], int]:
-    """`f(tensor)`: grows with each write in place"""
+    """`f(tensor)`: increases with each in-place write"""
     return _getter(torch.Tensor, "_version")
 
 
 @_part(_STAGE_2)
 def base() -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """`f(tensor)`: what a view is of"""
+    """`f(tensor)`: the tensor that a view is of"""
     return _getter(torch.Tensor, "_base")
 
 
@@ -167,14 +168,14 @@ def storage_holders() -> Callable[[torch.UntypedStorage], int]:
 
 @_part(_STAGE_2)
 def backward_hooks() -> Callable[[torch.Tensor], dict[int, Any]]:
-    """`f(tensor)`: those of Tensor.register_hook"""
+    """`f(tensor)`: the hooks of Tensor.register_hook"""
     hooks = _getter(torch.Tensor, "_backward_hooks")
     return lambda tensor: hooks(tensor) or {}
 
 
 @_part(_GRADIENTS)
 def post_accumulate_grad_hooks() -> Callable[[torch.Tensor], dict[int, Any]]:
-    """`f(tensor)`: those of Tensor.register_post_accumulate_grad_hook; torch's own dict, once there was one"""
+    """`f(tensor)`: those of Tensor.register_post_accumulate_grad_hook; torch's own dict, if any"""
     hooks = _getter(torch.Tensor, "_post_accumulate_grad_hooks")
 
     def found(tensor: torch.Tensor) -> dict[int, Any]:
@@ -184,7 +185,7 @@ def post_accumulate_grad_hooks() -> Callable[[torch.Tensor], dict[int, Any]]:
     return found
 
 
-# AttributeError where a class, or an object that stands for the others, has no such attribute.
+# Raises AttributeError if a class, or an object that stands for the others, lacks the attribute.
 def _getter(owner: Any, name: str) -> Callable[[Any], Any]:
     getattr(owner, name)
     return attrgetter(name)
@@ -201,7 +202,7 @@ def current_graph_task_id() -> Callable[[], int]:
 
 @_part(_GRADIENTS)
 def at_end_of_backward() -> Callable[[Callable[[], None]], None]:
-    """`f(run)`: runs it once the backward pass that this thread is in is over"""
+    """`f(run)`: calls `run` once this thread's current backward pass is over"""
     queue: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
     return queue
 
@@ -211,7 +212,7 @@ def at_end_of_backward() -> Callable[[Callable[[], None]], None]:
 
 @_part(_GRADIENTS)
 def current_raw_stream() -> Callable[[int], int] | None:
-    """`f(device_index)`: the handle of the current stream; None where torch has no CUDA"""
+    """`f(device_index)`: the handle of the current stream; None if torch has no CUDA"""
     return getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
@@ -220,13 +221,13 @@ def current_raw_stream() -> Callable[[int], int] | None:
 
 @_part(_CHECKPOINTS)
 def SAVES() -> CodeType:  # noqa: N802 - a constant
-    """of the function in which a module asks for the values of its parameters"""
+    """the code of the function in which a module asks for the values of its parameters"""
     return torch.nn.Module._save_to_state_dict.__code__
 
 
 @_part(_CHECKPOINTS)
 def LOADS() -> CodeType:  # noqa: N802 - a constant
-    """of the function in which a module is given the values of its parameters"""
+    """the code of the function in which a module is given the values of its parameters"""
     return torch.nn.Module._load_from_state_dict.__code__
 
 
@@ -236,7 +237,7 @@ RESETS = ("reset_parameters", "_reset_parameters")
 
 @_part(_GRADIENTS)
 def parameters_of() -> Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]]:
-    """`f(module)`: its own parameters, by its own names, each as often as it is there"""
+    """`f(module)`: its own parameters, by local name, each as often as it occurs"""
     return _getter(torch.nn.Module(), "_parameters")
 
 
@@ -248,24 +249,24 @@ def buffers_of() -> Callable[[torch.nn.Module], dict[str, torch.Tensor | None]]:
 
 @_part(_ATTACH)
 def children_of() -> Callable[[torch.nn.Module], dict[str, torch.nn.Module | None]]:
-    """`f(module)`: its own modules, each as often as it is there"""
+    """`f(module)`: its own modules, each as often as it occurs"""
     return _getter(torch.nn.Module(), "_modules")
 
 
 def forget_flat_weights(rnn: torch.nn.RNNBase) -> None:
-    """Drops its weak references to its parameters, which keep torch.utils.swap_tensors from working."""
+    """Drops its weak references to its parameters, which make torch.utils.swap_tensors fail."""
     rnn._flat_weight_refs = []
 
 
 @_part(_VALUES)
 def make_flat_weights() -> Callable[[torch.nn.RNNBase], None]:
-    """`f(rnn)`: lists its parameters anew"""
+    """`f(rnn)`: lists its parameters again"""
     return torch.nn.RNNBase._init_flat_weights
 
 
 # Optimizers and loss scaling
 
-#: what torch.nn.utils.clip_grad_norm_ and users of its parts write gradients with
+#: the function with which torch.nn.utils.clip_grad_norm_ and users of its parts write gradients
 CLIP_WITH_NORM = "_clip_grads_with_norm_"
 
 
@@ -275,12 +276,12 @@ def skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def load_state_dict_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Those of Optimizer.register_load_state_dict_pre_hook."""
+    """The hooks of Optimizer.register_load_state_dict_pre_hook."""
     return [*_attribute(optimizer, "_optimizer_load_state_dict_pre_hooks", _CHECKPOINTS).values()]
 
 
 def load_state_dict_post_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Those of Optimizer.register_load_state_dict_post_hook."""
+    """The hooks of Optimizer.register_load_state_dict_post_hook."""
     return [*_attribute(optimizer, "_optimizer_load_state_dict_post_hooks", _CHECKPOINTS).values()]
 
 
@@ -291,12 +292,12 @@ def unscale_grads() -> Callable[..., dict[torch.device, torch.Tensor]]:
 
 
 def set_unscale_grads(method: Callable[..., dict[torch.device, torch.Tensor]]) -> None:
-    """Of every GradScaler."""
+    """Replaces it for every GradScaler."""
     torch.amp.GradScaler._unscale_grads_ = method
 
 
 def is_enabled(scaler: torch.amp.GradScaler) -> bool:
-    """Without the call of a method that users may replace."""
+    """Avoids a method that users may replace."""
     return bool(_attribute(scaler, "_enabled", _NO_SCALER))
 
 
@@ -307,7 +308,7 @@ def scale_of(scaler: torch.amp.GradScaler) -> torch.Tensor:
 
 
 def optimizer_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What the scaler keeps for an optimizer until update()."""
+    """What the scaler stores for an optimizer until update()."""
     state: dict[str, Any] = _attribute(scaler, "_per_optimizer_states", _NO_SCALER)[id(optimizer)]
     return state
 
@@ -317,46 +318,44 @@ def optimizer_state(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimiz
 
 @_part(_LAUNCHERS)
 def default_store() -> Callable[[], Any]:
-    """`f()`: the store that the default group met in; None over MPI"""
+    """`f()`: the store in which the default group met; None over MPI"""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store
 
 
 def initialises(code: CodeType) -> bool:
-    """Whether it is what makes an optimizer's states, with gradients of zeros, for a checkpoint to be
-    loaded into.
-    """
-    module = sys.modules.get("torch.distributed.checkpoint.state_dict")  # a second to import
+    """Whether this code makes an optimizer's states, with zero gradients, to load a checkpoint into."""
+    module = sys.modules.get("torch.distributed.checkpoint.state_dict")  # takes a second to import
     made_in = getattr(module, "_init_optim_state", None)
     return made_in is not None and code is made_in.__code__
 
 
-# FSDP2, which has no public way to list what it reduces together.
+# FSDP2 has no public way to list what it reduces together.
 
 
 def fsdp_state(module: Any) -> Any:
-    """Of an FSDPModule; modules that were given to fully_shard together share one."""
+    """The state of an FSDPModule; modules passed to fully_shard together share one."""
     return _attribute(module, "_get_fsdp_state", _NO_HOOK)()
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """Of each mesh the parameters that are reduced together."""
+    """For each mesh, the parameters that are reduced together."""
     state = fsdp_state(module)
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return groups
-    only = _attribute(state, "_fsdp_param_group", _NO_HOOK)  # in older releases: of one mesh, or None
+    only = _attribute(state, "_fsdp_param_group", _NO_HOOK)  # older releases: of one mesh, or None
     return [] if only is None else [only]
 
 
 def fsdp_root(module: Any) -> Any:
-    """What the FSDPModules of one model share: `post_backward_final_callback_queued` is of it."""
+    """What the FSDPModules of one model share; holds `post_backward_final_callback_queued`."""
     return _attribute(fsdp_state(module), "_state_ctx", _NO_HOOK)
 
 
 def fsdp_all_reduce_hook(group: Any) -> Any:
-    """What set_all_reduce_hook set."""
+    """The hook set by set_all_reduce_hook."""
     return _attribute(group, "_all_reduce_hook", _NO_HOOK)
 
 
@@ -367,10 +366,10 @@ def fsdp_size(fsdp_param: Any) -> torch.Size:
 
 
 def fsdp_reduce_dtypes(group: Any) -> set[torch.dtype | None]:
-    """What FSDP2 sends the group's gradients in; None: in whatever dtype they come."""
+    """The dtypes in which FSDP2 sends the group's gradients; None: whichever they have."""
     trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     policy = getattr(group, "mp_policy", None)
-    if policy is not None:  # of the group; param_dtype counts up to torch 2.14
+    if policy is not None:  # the group's; param_dtype matters up to torch 2.14
         return {policy.reduce_dtype or policy.param_dtype or p.sharded_param.dtype for p in trainable}
     return {
         _attribute(p, "mp_policy", _NO_HOOK).reduce_dtype or p.sharded_param.grad_dtype for p in trainable
@@ -379,7 +378,7 @@ def fsdp_reduce_dtypes(group: Any) -> set[torch.dtype | None]:
 
 @_part(_NO_HOOK)
 def fsdp_has_replicas() -> Callable[[Any], bool]:
-    """`f(mesh_info)`: whether a group's is anything but a one-dimensional shard mesh"""
+    """`f(mesh_info)`: whether a group's mesh is anything but a one-dimensional shard mesh"""
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
     return lambda info: isinstance(info, DDPMeshInfo) or not isinstance(info, FSDPMeshInfo)

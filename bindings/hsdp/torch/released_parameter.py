@@ -1,4 +1,4 @@
-"""Parameters whose values are elsewhere: of each rank has a slice, and the memory of the whole is freed.
+"""Parameters whose values are stored as slices, one per rank, while the memory of the whole is freed.
 
 [Note: parameters that are released]
 """
@@ -21,24 +21,24 @@ class Released(Protocol):
     name: str
 
     def saved(self) -> torch.Tensor:
-        """Its slice, as a state dict has it."""
+        """Its slice, as stored in a state dict."""
         ...
 
     def load(self, values: torch.Tensor) -> None:
-        """Takes its slice of these."""
+        """Takes its slice of these values."""
         ...
 
 
-#: in errors
+#: for errors
 RELEASED = "got it released"
 
-#: by id of the parameter, which what it is looked up for keeps alive
+#: by id of the parameter, which the value keeps alive
 released: dict[int, Released] = {}
 
 
 class ReleasedParameter(torch.nn.Parameter):
-    """The class of a parameter while it is released: its shape and gradient are there, its values are
-    not. Many of torch's kernels would read the freed memory.
+    """The class of a parameter while it is released: it has shape and gradient, but no values. Many of
+    torch's kernels would read the freed memory.
     """
 
     # `type(p)(values)` is how torch copies a parameter.
@@ -62,17 +62,17 @@ class ReleasedParameter(torch.nn.Parameter):
         with private_torch.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    # The only method that asks no class.
+    # The only method that ignores __torch_function__.
     def as_subclass(self, cls: Any) -> Any:
         """Refused: it has no values."""
         _refuse(torch.Tensor.as_subclass, (self,))
 
 
-# In which its unit is gathered.
+# Its unit is gathered in these.
 _PASSES = {torch.autograd.backward, torch.autograd.grad, torch.Tensor.backward}
 
 
-# Of what is below __torch_function__.
+# The code of the caller of __torch_function__.
 def _caller() -> Any:
     return sys._getframe(2).f_code
 

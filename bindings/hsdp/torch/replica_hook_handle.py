@@ -17,7 +17,7 @@ from hsdp.torch.hook_requirements import WIRES, require_usable
 
 
 class ReplicaHookHandle:
-    """The hooks that `replica_hook` put on a model. One step:
+    """The hooks that `replica_hook` installed on a model. One step:
 
         for m, batch in enumerate(microbatches):
             handle.set_requires_all_reduce(m == len(microbatches) - 1)
@@ -25,7 +25,7 @@ class ReplicaHookHandle:
         handle.finish()
         optimizer.step()
 
-    Every method is called by every rank of the mesh in the same order, as is `backward`.
+    Every rank of the mesh calls every method, and `backward`, in the same order.
     """
 
     def __init__(self, model: torch.nn.Module, mesh: Mesh, hop: _hsdp.ReplicaHop | None) -> None:
@@ -36,8 +36,8 @@ class ReplicaHookHandle:
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._trainable = [group.trainable_ids() for group in self._groups]
         self._rows = _hsdp.RowReducer(mesh._handle, self._described(), hop)
-        self._factors: dict[int, float | None] = {}  # by group, of the rows that are kept
-        # The backward and the root whose end calls _end_backward.
+        self._factors: dict[int, float | None] = {}  # by group, of the stored rows
+        # The backward pass and the root at whose end _end_backward is called.
         self._backward: tuple[int, int] | None = None
         self._closed = False
         for index, group in enumerate(self._groups):
@@ -51,26 +51,26 @@ class ReplicaHookHandle:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """The FSDPModules that have a hook, as they are called in errors."""
+        """The FSDPModules that have a hook, as errors name them."""
         return tuple(group.name for group in self._groups)
 
     @property
     def carry_bytes(self) -> int:
-        """The memory of what waits for the step's last backward."""
+        """The memory of sums that wait for the step's last backward pass."""
         return 0 if self._closed else self._rows.kept_bytes
 
     @property
     def all_reduce_count(self) -> int:
-        """How often gradients of a module went over the replicas."""
+        """How often gradients of a module were reduced over the replicas."""
         return self._rows.all_reduce_count
 
     @property
     def replica_hop_bytes(self) -> int:
-        """What the hop has sent from this rank; an all-reduce counts twice."""
+        """Bytes that the hop has sent from this rank; an all-reduce counts twice."""
         return self._rows.replica_hop_bytes
 
     def pending_module_of(self, parameter: torch.Tensor) -> str | None:
-        """The module of the parameter when it waits for the step's last backward; else None."""
+        """The parameter's module if it waits for the step's last backward pass; otherwise None."""
         for index, group in enumerate(self._groups):
             if not self._closed and self._rows.keeps(index) and group.holds(parameter):
                 return group.name
@@ -79,17 +79,17 @@ class ReplicaHookHandle:
     def set_requires_all_reduce(
         self, flag: bool, module: torch.nn.Module | None = None, recurse: bool = True
     ) -> None:
-        """Before each backward: whether it is the step's last, whose gradients go over the replicas
-        with all that came before. True until it is first called.
+        """Call it before each backward pass: whether this is the step's last, in which its gradients
+        and all earlier ones are reduced over the replicas. True until it is first called.
 
-        With `module` the flag is that of this FSDPModule, and with `recurse` of those within it;
-        the others keep theirs, as with FSDP2's own `module.set_requires_all_reduce`. The step's
-        last backward is then the first in which every flag is set; what went over the replicas
-        before is in `.grad` already, and more is added.
+        With `module` it sets the flag of this FSDPModule, and with `recurse` of those within it; the
+        others keep theirs, as with FSDP2's own `module.set_requires_all_reduce`. The step's last
+        backward pass is then the first in which every flag is set. What was reduced over the replicas
+        before is already in `.grad`, and more is added.
 
-        Raises UsageError when the last step left something unreduced (see `finish`), and for a
-        module without FSDPModules of the model. Flags that differ between ranks are a MismatchError
-        in the next backward that reduces something, and drop the step.
+        Raises UsageError if the last step left something unreduced (see `finish`), and for a module
+        without FSDPModules of the model. If flags differ between ranks, the next backward pass that
+        reduces something raises MismatchError and drops the step.
         """
         self._require_open()
         self._end_backward()
@@ -97,10 +97,10 @@ class ReplicaHookHandle:
         self._rows.set_requires_all_reduce(bool(flag), places)
 
     def finish(self) -> None:
-        """Ends the step: reduces modules that have gradients pending because they did not run in
-        the last backward, into their parameters' `.grad`. Nothing where none has.
+        """Ends the step: reduces modules that have pending gradients because they did not run in the
+        last backward pass, into their parameters' `.grad`. Does nothing if there are none.
 
-        Modules need not run on the same replicas: where one did not, its gradient counts as zeros.
+        Modules need not run on the same replicas: if one did not run, its gradient counts as zeros.
         """
         self._require_open()
         self._end_backward()
@@ -120,27 +120,27 @@ class ReplicaHookHandle:
         self._rows.end_finish()
 
     def discard(self) -> None:
-        """Drops what is pending of a step, as after an exception in it, beside FSDP2's own
-        `model.reset_iter_state()`, which older releases of torch lack: their FSDPModules cannot go on.
-        A rank that goes on instead gets a StepAbortedError.
+        """Drops what is pending of a step, for example after an exception in it. Also call FSDP2's own
+        `model.reset_iter_state()`; older releases of torch lack it, and their FSDPModules cannot
+        continue. A rank that continues the step instead gets a StepAbortedError.
         """
         self.abandon_step("it was discarded")
 
     def abandon_step(self, reason: str) -> None:
-        """Drops the step on all ranks, as `Reducer.abandon_step`: this one is idle at once, the
-        others get a StepAbortedError with the reason in their next backward that reduces something,
-        or in finish(). FSDP2 itself needs all ranks of a shard group in each backward.
+        """Drops the step on all ranks, like `Reducer.abandon_step`: this rank is idle immediately, the
+        others raise StepAbortedError with the reason in their next backward pass that reduces, or in
+        finish(). FSDP2 itself needs all ranks of a shard group in each backward pass.
 
-        In a backward that has reduced something it ends the world of the mesh: the others wait for
-        the rest of it.
+        In a backward pass that has already reduced something, it ends the mesh's world: the others wait
+        for the rest of that pass.
         """
         self._require_open()
         self._leave_backward()
         self._rows.abandon_step(reason)
 
     def close(self) -> None:
-        """Takes the hooks out and drops what is pending; safe to call twice. Other calls are a
-        UsageError from here on.
+        """Removes the hooks and drops what is pending; safe to call twice. Other calls then raise
+        UsageError.
         """
         if self._closed:
             return
@@ -150,8 +150,8 @@ class ReplicaHookHandle:
         for group in self._groups:
             group.set_hook(None)
 
-    # FSDP2 calls this after each reduce-scatter, with what it will add to the gradients next: the
-    # total where the flag is set, else nothing.
+    # FSDP2 calls this after each reduce-scatter, with what it will add to the gradients next: the total
+    # if the flag is set, otherwise zeros.
     def _in_backward(self, index: int, flat: torch.Tensor) -> None:
         reduces = self._rows.requires_all_reduce(index)
         try:
@@ -162,7 +162,7 @@ class ReplicaHookHandle:
             if reduces:
                 self._rows.reject(str(error))
             raise
-        if flat.is_cuda:  # made on another stream, which must not reuse the memory before this one
+        if flat.is_cuda:  # from another stream, which must not reuse the memory before this one
             flat.record_stream(torch.cuda.current_stream(flat.device))
         if not reduces:
             self._factors[index] = self._groups[index].divide_factor
@@ -173,7 +173,7 @@ class ReplicaHookHandle:
         self._reduce(index, flat, total)
         if total is not flat:
             flat.data = total  # fp32: FSDP2 casts to the parameters' dtype, which rounds once
-        # FSDP2 queues a callback for each root, and ours comes after that root's.
+        # FSDP2 queues a callback for each root; ours follows that root's.
         root = self._groups[index].root
         backward = (private_torch.current_graph_task_id(), root)
         if self._backward != backward:
@@ -184,12 +184,12 @@ class ReplicaHookHandle:
         shard_size = self._mesh.shard_size if self._groups[index].sums else 1
         self._rows.reduce(index, flat, total, shard_size)
 
-    # Called at the end of each backward, and of those within it that reentrant checkpointing runs.
+    # Called at the end of each backward pass, including inner ones that reentrant checkpointing runs.
     def _end_backward(self) -> None:
         if not self._backward_runs():
             self._rows.end_backward()
 
-    # Before the step is dropped, which waits for no other rank.
+    # Called before the step is dropped, which waits for no other rank.
     def _leave_backward(self) -> None:
         if not self._backward_runs():
             self._rows.leave_backward()
@@ -205,7 +205,7 @@ class ReplicaHookHandle:
         self._rows.set_groups(self._described())
         self._trainable = trainable
 
-    # UsageError unless `count` gradients can be added.
+    # Raises UsageError unless `count` gradients can be added.
     def _require_usable(self, index: int, count: int) -> None:
         group = self._groups[index]
         keeps, expected, known = self._rows.keeps(index), group.count(), self._rows.count(index)
@@ -246,29 +246,29 @@ class ReplicaHookHandle:
 def replica_hook(
     model: torch.nn.Module, mesh: Any, hop: _hsdp.ReplicaHop | None = None
 ) -> ReplicaHookHandle:
-    """Gives a model that FSDP2 shards within each replica its hop between replicas.
+    """Reduces gradients between replicas for a model that FSDP2 shards within each replica.
 
         shard_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
         fully_shard(model, mesh=shard_mesh)
         handle = hsdp.torch.replica_hook(model, hsdp.init_mesh(replicate=2, shard=2))
 
-    FSDP2 goes on as it is: it gathers parameters and reduce-scatters gradients over the 1-D shard
-    mesh, and divides by its size. Of every backward but a step's last, hsdp keeps the result as an
-    fp32 sum per FSDPModule and gives FSDP2 zeros to add to `.grad`; in the last it sums over the
-    replicas, divides by their number (a factor set on the model replaces that of the shard group
-    only) and gives the total. It stays fp32 until FSDP2 casts it to the parameters' dtype.
+    FSDP2 works as before: it gathers parameters, reduce-scatters gradients over the 1-D shard mesh, and
+    divides by its size. For every backward pass but a step's last, hsdp keeps the result as an fp32 sum
+    per FSDPModule and gives FSDP2 zeros to add to `.grad`. In the last one it sums over the replicas,
+    divides by their number (a factor set on the model replaces only that of the shard group) and
+    returns the total. The total stays fp32 until FSDP2 casts it to the parameters' dtype.
 
-    - `mesh`: an `hsdp.Mesh` (or a 2-D torch DeviceMesh) of the same ranks: its shard groups are
-      those that the model is sharded over. Not the 1-D slice that `fully_shard` takes: it does not
+    - `mesh`: an `hsdp.Mesh` (or a 2-D torch DeviceMesh) of the same ranks. Its shard groups are those
+      that the model is sharded over. Do not pass the 1-D slice that `fully_shard` takes: it does not
       know the replicas.
-    - `hop`: what goes between replicas: `hsdp.PlainHop("bf16")` and the like; None: the dtype of
-      FSDP2's reduce-scatter. Sums are fp32 in any case.
+    - `hop`: the hop between replicas, such as `hsdp.PlainHop("bf16")`; None: in the dtype of FSDP2's
+      reduce-scatter. Sums are always fp32.
 
-    Call it after the last `fully_shard`, on every rank. The replicas must hold the same weights, as
-    for FSDP2's own HSDP. Returns the handle that says which backward is the last.
+    Call it after the last `fully_shard`, on every rank. The replicas must hold the same weights, as for
+    FSDP2's own HSDP. Returns the handle, which is told which backward pass is the last.
 
-    Raises UsageError for a model without FSDPModules, one on a 2-D mesh, on other ranks or another
-    device than the mesh, or with a hook already; MismatchError when the ranks' models differ.
+    Raises UsageError for a model without FSDPModules, with a 2-D mesh, on other ranks or another device
+    than the mesh, or with an existing hook; MismatchError if the ranks' models differ.
     """
     if hop is not None and not isinstance(hop, _hsdp.ReplicaHop):
         raise UsageError(
@@ -282,7 +282,7 @@ def replica_hook(
 _ORDER = "the model comes first: hsdp.torch.replica_hook(model, mesh)"
 
 
-# A mesh of one replica is fine when that is all there is.
+# A mesh of one replica is fine if there is only one.
 def _refuse_slice(mesh: Any) -> None:
     ranks = getattr(mesh, "mesh", None)
     if not isinstance(ranks, torch.Tensor) or ranks.ndim != 1 or not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""What is known of a step's gradients beside their values [Note: gradients that are not what they seem]."""
+"""Facts about a step's gradients besides their values [Note: gradients that are not what they seem]."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from hsdp.errors import UsageError
 
 
 class ResultState:
-    """Of one attachment and one step: which gradients carry a loss scale, were zeroed, or were
-    clipped in p.grad alone.
+    """For one attachment and one step: which gradients carry a loss scale, were zeroed, or were clipped
+    only in p.grad.
     """
 
     def __init__(self, loss_scale: float) -> None:
-        #: what the Reducer divides by (`set_loss_scale`)
+        #: the Reducer's divisor (`set_loss_scale`)
         self.loss_scale = loss_scale
-        #: a GradScaler's, which the losses carried
+        #: the GradScaler's scale of the losses
         self.scale: torch.Tensor | None = None
-        #: whose gradients were unscaled, in shards and p.grad alike
+        #: names whose gradients were unscaled, both in shards and p.grad
         self.unscaled: set[str] = set()
-        #: what zero_grad() left in p.grad
+        #: the p.grad that zero_grad() left
         self.zeroed: dict[str, torch.Tensor | None] = {}
-        #: whose p.grad torch's clipping scaled, and not the shards
+        #: names whose p.grad torch's clipping scaled, but not the shards
         self.clipped: set[str] = set()
         #: whether a GradScaler skips it
         self.skipped = False
 
     def gathered(self) -> None:
-        """p.grad is what the shards are."""
+        """p.grad now equals the shards."""
         self.zeroed.clear()
         self.clipped.clear()
 
     def is_zeroed(self, name: str, grad: torch.Tensor) -> bool:
-        """Whether what is in p.grad now is what zero_grad() left."""
+        """Whether the current p.grad is what zero_grad() left."""
         return self.zeroed.get(name) is grad
 
     def require_unscaled(self, caller: str, names: Iterable[str], divided: bool) -> None:
-        """UsageError where one of them carries a scale. `divided`: the Reducer has divided them."""
+        """Raises UsageError if one of them carries a scale. `divided`: the Reducer has divided them."""
         name = next((name for name in names if name not in self.unscaled), None)
         if name is None or self.scale is None:
             return
@@ -52,7 +52,7 @@ class ResultState:
             )
 
     def require_unclipped(self, caller: str, names: Iterable[str]) -> None:
-        """UsageError where p.grad was clipped, and the shards were not."""
+        """Raises UsageError if p.grad was clipped but the shards were not."""
         name = next((name for name in names if name in self.clipped), None)
         if name is not None:
             raise UsageError(
@@ -62,14 +62,14 @@ class ResultState:
             )
 
     def require_kept(self, caller: str, names: Iterable[str]) -> None:
-        """UsageError where zero_grad() was called."""
+        """Raises UsageError if zero_grad() was called."""
         name = next((name for name in names if name in self.zeroed), None)
         if name is not None:
             refuse_zeroed(caller, name)
 
 
 def refuse_zeroed(caller: str, name: str) -> None:
-    """A UsageError for a gradient that is gone."""
+    """Raises a UsageError for a gradient that is gone."""
     raise UsageError(
         f"{caller}: expected the gradient of '{name}' as the step left it, got one that was zeroed "
         "since; call zero_grad() after the optimizer's step, or begin the next step to drop this one"

@@ -1,4 +1,4 @@
-"""An optimizer's settings, which all ranks must have alike."""
+"""An optimizer's settings, which must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from hsdp import _hsdp
 from hsdp.reducer import Reducer
 
-_MOST_SHOWN = 4  # groups with another value than the first
+_MOST_SHOWN = 4  # limit for groups whose value differs from the first's
 
 
 class SettingsWord:
-    """Says a digest of settings in the status words of Reducers: where they differ, by a scheduler that
-    follows a rank's own loss for one, slices would be updated by different rules, and nobody would
-    notice. Numbers and texts of the optimizer's own settings (`defaults`) count, by their values. The
-    error names the first that differs.
+    """Puts a digest of settings into the status words of Reducers. If they differ, for example because
+    a scheduler follows each rank's own loss, slices would silently be updated by different rules.
+    Numbers and texts of the optimizer's own settings (`defaults`) are compared by value. The error
+    names the first that differs.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SettingsWord:
             word.say(_digest(details), details)
 
     def close(self) -> None:
-        """Says nothing from here on."""
+        """Stops comparing."""
         for reducer in self._reducers:
             reducer._before_words.discard(self._say)
         self._reducers, self._words = [], []
@@ -61,19 +61,19 @@ def _digest(text: str) -> str:
     return f"#{zlib.crc32(text.encode()):08x}"
 
 
-# "lr 0.1, of group 3 0.2": short, as a message has little room.
+# "lr 0.1, of group 3 0.2": short, since messages have little room.
 def _line(key: str, values: Sequence[Any]) -> str:
     others = [f", of group {n} {value}" for n, value in enumerate(values) if value != values[0]]
     more = f" and more {_digest(repr(others))}" if len(others) > _MOST_SHOWN else ""
     return f"{key} {values[0]}" + "".join(others[:_MOST_SHOWN]) + more
 
 
-# Equal for what updates alike, whatever its type. A number on a GPU would have to be waited for.
+# Equal for settings with the same effect, whatever their type. A number on a GPU would need a wait.
 def _value(setting: Any) -> Any:
     if isinstance(setting, torch.Tensor) and setting.numel() == 1 and setting.is_cpu:
         setting = setting.item()
     if isinstance(setting, (tuple, list)):
         return tuple(map(_value, setting))
-    if isinstance(setting, numbers.Real):  # bool, too
+    if isinstance(setting, numbers.Real):  # includes bool
         return float(setting)
     return setting if isinstance(setting, str) else None

@@ -1,4 +1,4 @@
-"""The state dict of an optimizer on slices: saved, made whole, and loaded."""
+"""The state dict of an optimizer on slices: saves it, makes it whole, and loads it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ACT = "gather the states of whole parameters"
 
 
 def put_slices(state_dict: dict[str, Any], groups: Groups, slices: Iterable[ParameterSlice]) -> None:
-    """Has it name what of a state this rank has, and the masters."""
+    """Adds this rank's parts of states, and the masters, under their names."""
     number_of = numbers(groups)
     for one in slices:
         number = number_of[id(one.parameter)]
@@ -38,9 +38,9 @@ def put_slices(state_dict: dict[str, Any], groups: Groups, slices: Iterable[Para
 
 
 def make_whole(state_dict: dict[str, Any], groups: Groups, slices: Sequence[ParameterSlice]) -> None:
-    """Puts whole tensors in the place of slices. Collective."""
+    """Replaces slices by whole tensors. Collective."""
     number_of = numbers(groups)
-    parts: dict[str, dict[ParameterSlice, torch.Tensor]] = {}  # of the slices, by key
+    parts: dict[str, dict[ParameterSlice, torch.Tensor]] = {}  # this rank's slices, by key
     for one in slices:
         own = state_dict["state"].get(number_of[id(one.parameter)], {})
         if one.is_whole:
@@ -60,7 +60,7 @@ def make_whole(state_dict: dict[str, Any], groups: Groups, slices: Sequence[Para
         _share_whole(state_dict["state"], number_of, of_reducer)
 
 
-# States of whole parameters are what the ranks that have them say, whatever it is.
+# The states of whole parameters come from the ranks that have them, whatever they are.
 def _share_whole(
     states: dict[int, Any], number_of: Mapping[int, int], slices: Sequence[ParameterSlice]
 ) -> None:
@@ -70,7 +70,7 @@ def _share_whole(
     for one in slices:
         number = number_of[id(one.parameter)]
         state = states.pop(number, {})
-        if not one.is_here and one.parameter.numel() > 0:  # what has no elements is nobody's
+        if not one.is_here and one.parameter.numel() > 0:  # without elements it belongs to no rank
             continue
         for key, value in state.items():
             own.append((number, key, _unsliced(value)))
@@ -92,12 +92,12 @@ def _unsliced(value: Any) -> Any:
     if not isinstance(value, FlatSlice):
         return value
     local = value.to_local()
-    if local.numel() < value.numel():  # beside a parameter without elements
+    if local.numel() < value.numel():  # of a parameter without elements
         return torch.zeros(value.shape, dtype=value.dtype)
     return local.reshape(value.shape)
 
 
-# As JSON. None: none that another rank can make.
+# In JSON. None: a value that another rank cannot make.
 def _kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return {"tensor": [str(value.dtype).removeprefix("torch."), *value.shape], "on": value.device.type}
@@ -135,13 +135,13 @@ def loadable(
     slices: Sequence[ParameterSlice],
     expected: Callable[[ParameterSlice], Mapping[str, Any]],
 ) -> tuple[Groups, list[tuple[ParameterSlice, dict[str, Any]]]]:
-    """The groups of a state dict, and copies of its states for each slice. UsageError where it is not
-    one of these parameters, or not all of it; `expected` says what states a whole parameter has.
+    """The groups of a state dict, and copies of its states for each slice. Raises UsageError if it does
+    not fit all of these parameters. `expected` returns the states that a whole parameter has.
     """
     groups = _loadable_groups(state_dict, own)
     keys = list(itertools.chain.from_iterable(group["params"] for group in groups))
     number_of = numbers(own)
-    # Where its own step would have put numbers.
+    # Where the optimizer's own step would have put numbers.
     on_device = any(group.get("fused") or group.get("capturable") for group in own)
     loaded = {}
     used = set()
@@ -166,7 +166,7 @@ def _loadable_groups(state_dict: Any, own: Groups) -> Groups:
     if given != lengths:
         refuse(f"a state dict with parameter groups of {lengths}", str(given))
     for group, saved in zip(own, groups, strict=True):
-        # Keys that are names have found their parameters.
+        # Keys that are names have already found their parameters.
         names = saved.get("param_names", ()) if isinstance((*saved["params"], 0)[0], int) else ()
         for name, other in zip(group.get("param_names", ()), names):
             if name != other:

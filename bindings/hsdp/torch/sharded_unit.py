@@ -1,4 +1,4 @@
-"""A unit of parameters of which this rank keeps slices: gathered before use, released after.
+"""A unit of parameters stored as slices on the ranks: gathered before use, released after.
 
 [Note: parameters that are released]
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StoredSlice(Protocol):
-    """This rank's slice of a parameter, which is all that it keeps."""
+    """This rank's slice of a parameter, which is all that it stores."""
 
     name: str
     parameter: torch.nn.Parameter
@@ -33,24 +33,24 @@ class StoredSlice(Protocol):
 
     @property
     def stored(self) -> torch.Tensor:
-        """Flat, in fp32 or the parameter's dtype, where the parameter is."""
+        """Flat, in fp32 or the parameter's dtype, on the parameter's device."""
         ...
 
     def rounded(self) -> torch.Tensor:
-        """It in the parameter's dtype: no copy where it has that."""
+        """The slice in the parameter's dtype; no copy if it already has that dtype."""
         ...
 
     def take(self) -> None:
-        """Its first values, of the parameter."""
+        """Takes its first values from the parameter."""
         ...
 
     def take_over(self, values: torch.Tensor) -> None:
-        """Its new values, in the parameter's dtype: what is as it was rounded stays more precise."""
+        """Takes new values, in the parameter's dtype; keeps elements that round to the new ones."""
         ...
 
 
 class FrozenSlice:
-    """Of a parameter that gets no gradients: an even part of its elements, in its dtype."""
+    """The slice of a parameter without gradients: an even part of its elements, in its dtype."""
 
     def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: Reducer) -> None:
         self.name = name
@@ -64,32 +64,32 @@ class FrozenSlice:
         self.stored = torch.empty(self.count, dtype=parameter.dtype, device=mesh.device)
 
     def rounded(self) -> torch.Tensor:
-        """As it is."""
+        """The stored slice itself."""
         return self.stored
 
     def take(self) -> None:
-        """Its first values."""
+        """Takes its first values."""
         self.stored.copy_(flat_part(self.parameter.data, self.offset, self.count))
 
     def take_over(self, values: torch.Tensor) -> None:
-        """Its new values."""
+        """Takes its new values."""
         self.stored.copy_(values)
 
 
 class ReleasedArray:
-    """The memory of one parameter: freed and taken again, at the same tensor. What autograd has saved of
-    it sees the new values, as the storage stays the same object.
+    """The memory of one parameter: freed and reallocated for the same tensor. Views saved by autograd
+    see the new values, since the storage stays the same object.
     """
 
     def __init__(self, slice_: StoredSlice) -> None:
         self.slice = slice_
         self.parameter = slice_.parameter
         self.name = slice_.name
-        #: the unit that it is in, which has it
+        #: the unit that contains it
         self.unit: weakref.ref[ShardedUnit]
         data = self.parameter.data
         is_alone = data.untyped_storage().nbytes() == data.nbytes
-        if not is_alone or not _is_dense(data):  # nobody else's memory is freed
+        if not is_alone or not _is_dense(data):  # only its own memory can be freed
             self.parameter.data = data = data.clone(memory_format=torch.contiguous_format)
         self._kind = (data.shape, data.dtype, data.device)
         self._bind()
@@ -102,15 +102,15 @@ class ReleasedArray:
         self._is_copied = not data.is_contiguous()
         self._row_major: torch.Tensor | None = None
         self._version: int = private_torch.version(self.parameter)
-        self._shown: torch.Tensor | None = None  # of a pinned or a stale one: what the slice was
+        self._shown: torch.Tensor | None = None  # if pinned or stale: the slice's values then
 
     @property
     def nbytes(self) -> int:
-        """Of the whole."""
+        """The size of the whole."""
         return self._nbytes
 
     def take(self) -> int:
-        """Memory for the whole, and where a gather writes to."""
+        """Allocates the whole, and returns where a gather writes."""
         self._storage.resize_(self._nbytes)
         memory = self._storage
         if self._is_copied:
@@ -120,7 +120,7 @@ class ReleasedArray:
         return pointer
 
     def appear(self) -> None:
-        """It was gathered."""
+        """Called once it was gathered."""
         released.pop(id(self.parameter), None)
         self.parameter.__class__ = torch.nn.Parameter
         if self._row_major is not None:
@@ -129,7 +129,7 @@ class ReleasedArray:
         self._version = private_torch.version(self.parameter)
 
     def was_written(self) -> bool:
-        """Whether somebody has, in a way that torch notices."""
+        """Whether it was written to in a way that torch notices."""
         return private_torch.version(self.parameter) != self._version or not self._is_same_memory()
 
     def _is_same_memory(self) -> bool:
@@ -147,11 +147,11 @@ class ReleasedArray:
         return flat_part(data, self.slice.offset, self.slice.count)
 
     def show(self) -> None:
-        """It is whole, to be written to: what is not written later stays as the slice is."""
+        """The whole may now be written to: elements that are not keep the slice's values."""
         self._shown = self._own().clone()
 
     def read(self) -> None:
-        """The slice gets what somebody has written to the whole, which is there."""
+        """Updates the slice from the whole, which is present."""
         own = self._own()
         if self._shown is not None:
             written = differ(own, self._shown)
@@ -160,10 +160,10 @@ class ReleasedArray:
         self.was_read()
 
     def was_read(self) -> None:
-        """What was written before is no news."""
+        """Ignores all earlier writes."""
         self._version = private_torch.version(self.parameter)
 
-    # What others hold of the old memory stays.
+    # Tensors over the old memory stay valid.
     def _move(self) -> None:
         data = self.parameter.data
         fresh = torch.empty(data.shape, dtype=data.dtype, device=data.device)
@@ -173,7 +173,7 @@ class ReleasedArray:
         self._bind()
 
     def vanish(self, moves: bool = False) -> None:
-        """Frees the memory, or with `moves` leaves it to whoever holds tensors of it."""
+        """Frees the memory or, with `moves`, leaves it to other tensors over it."""
         if moves or not self._is_same_memory():
             self._move()
         released[id(self.parameter)] = self
@@ -182,11 +182,11 @@ class ReleasedArray:
         self.free()
 
     def memory(self) -> object:
-        """What a gather writes to."""
+        """Objects that keep the memory alive to which a gather writes."""
         return self._row_major, self._storage
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether that is in its memory, or may be."""
+        """Whether the tensor is, or may be, in its memory."""
         try:
             memory = tensor.untyped_storage()
         except NotImplementedError:  # within vmap and the like
@@ -194,12 +194,12 @@ class ReleasedArray:
         return bool(memory.data_ptr() == self._storage.data_ptr())
 
     def free(self) -> None:
-        """Frees memory that was taken."""
+        """Frees allocated memory."""
         self._row_major = None
         self._storage.resize_(0)
 
     def forget(self) -> None:
-        """Nobody looks it up from here on."""
+        """Removes it from the table of released parameters."""
         if released.get(id(self.parameter)) is self:
             del released[id(self.parameter)]
 
@@ -210,7 +210,7 @@ class ReleasedArray:
         return FlatSlice(self.slice.rounded().detach(), self.parameter.shape, self.slice.offset)
 
     def load(self, values: torch.Tensor) -> None:
-        """Of a whole tensor, or of this rank's slice of one."""
+        """Takes its values from a whole tensor, or from this rank's slice of one."""
         shape, offset, count = self.parameter.shape, self.slice.offset, self.slice.count
         if isinstance(values, FlatSlice):
             own = values.to_local()
@@ -235,9 +235,9 @@ def _is_dense(data: torch.Tensor) -> bool:
 
 
 class ShardedUnit:
-    """Parameters that are gathered together, and whether they are there.
+    """Parameters that are gathered together, and whether they are present.
 
-    A pinned one stays until it is unpinned, whatever happens meanwhile.
+    A pinned unit stays present until it is unpinned.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class ShardedUnit:
         self._arrays = [ReleasedArray(one) for one in slices]
         for array in self._arrays:
             array.unit = weakref.ref(self)
-        #: of the whole
+        #: size of the whole
         self.nbytes = sum(array.nbytes for array in self._arrays)
         self.is_present = True
         self.is_requested = False
@@ -265,22 +265,22 @@ class ShardedUnit:
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """Whose parameters it has, as long as that lives."""
+        """The module whose parameters it has, while that lives."""
         return self._module()
 
     @property
     def read_above(self) -> list[torch.nn.Module]:
-        """Modules above that look at its parameters before they call it."""
+        """Parent modules that look at its parameters before they call it."""
         return [module for one in self._read_above if (module := one()) is not None]
 
     def bind(self, gathers: _hsdp.UnitGather, number: int) -> None:
-        """To what gathers it, under that number there."""
-        #: what gathers it
+        """Sets the UnitGather that gathers it, as unit `number`."""
+        #: gathers this unit
         self.gathers = gathers
         self._number = number
 
     def request(self) -> None:
-        """Begins its gather, unless it is there or under way."""
+        """Starts its gather, unless it is present or being gathered."""
         if self.is_present or self.is_requested:
             return
         pointers = [array.take() for array in self._arrays]
@@ -288,8 +288,8 @@ class ShardedUnit:
         self.gathers.gather(self._number, pointers, [array.memory() for array in self._arrays])
 
     def expire(self) -> None:
-        """Its slices are about to be written to: the next use gathers it anew, unless it is pinned. Until
-        then it stays as it is, as a graph may have saved it, and what is written to it counts.
+        """Called when its slices will be written to: the next use gathers it again, unless it is
+        pinned. Until then its values stay, as a graph may have saved them, and writes to it count.
         """
         self.drop_request()
         self.read_written()
@@ -299,7 +299,7 @@ class ShardedUnit:
                 array.show()
 
     def gather(self) -> None:
-        """It is there when this returns, as its slices are."""
+        """Makes it present, with the slices' values."""
         if self._is_stale:
             self.release()
         if self.is_present:
@@ -312,14 +312,14 @@ class ShardedUnit:
             array.appear()
 
     def read_written(self) -> None:
-        """Its slices get what somebody has written to it: where torch has noticed, or of a pinned one all."""
+        """Updates its slices from writes: those that torch has noticed or, if it is pinned, all."""
         if self.is_present:
             for array in self._arrays:
                 if self.is_pinned or array.was_written():
                     array.read()
 
     def was_read(self) -> None:
-        """What was written before is no news."""
+        """Ignores all earlier writes."""
         for array in self._arrays:
             array.was_read()
 
@@ -328,7 +328,7 @@ class ShardedUnit:
         return any(array.has(one) for one in tensors for array in self._arrays)
 
     def drop_request(self) -> None:
-        """Forgets what was gathered ahead."""
+        """Drops a gather that was requested ahead."""
         if self.is_requested:
             self.gathers.wait(self._number)
             self.is_requested = False
@@ -336,7 +336,7 @@ class ShardedUnit:
                 array.free()
 
     def release(self) -> None:
-        """Frees its memory, unless it is pinned. What was written to it, and torch has noticed, is kept."""
+        """Frees its memory, unless it is pinned. Writes to it that torch has noticed are kept."""
         self.drop_request()
         if self.is_present and not self.is_pinned:
             self.read_written()
@@ -348,7 +348,7 @@ class ShardedUnit:
             array.vanish(moves)
 
     def pin(self) -> None:
-        """Gathers it, to stay and to be written to."""
+        """Gathers it, to stay present and to be written to."""
         self.gather()
         if not self.is_pinned:
             self.read_written()
@@ -357,19 +357,19 @@ class ShardedUnit:
                 array.show()
 
     def unpin(self) -> None:
-        """Its slices get what was written to it, and it is released."""
+        """Updates its slices from what was written to it, and releases it."""
         if self.is_pinned:
             self.read_written()
             self.is_pinned = False
             self._vanish(moves=True)
 
     def refresh(self) -> None:
-        """Its slices have changed: gathers it again, where it is. Collective."""
+        """Its slices have changed: gathers it again, in place. Collective."""
         self.is_pinned = False
         self._vanish()
         self.pin()
 
     def forget(self) -> None:
-        """Nobody gathers it from here on."""
+        """Called when it will never be gathered again."""
         for array in self._arrays:
             array.forget()

@@ -1,4 +1,4 @@
-"""An optimizer's states of slices: shared with the optimizer inside, saved, and loaded."""
+"""An optimizer's states of slices: shared with the inner optimizer, saved, and loaded."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hsdp.torch.flat_slice import FlatSlice
 from hsdp.torch.optimizer_probe import begin_training
 from hsdp.torch.parameter_slices import ParameterSlice, refuse
 
-# Of a 16-bit parameter, beside the states of its optimizer: the slice in fp32.
+# For a 16-bit parameter, next to its optimizer's states: the slice in fp32.
 MASTER = "master"
 
 
 class SharedStates:
-    """The states by parameter, as users see them, and by master, as the optimizer inside does: the
-    same dicts. Looking up a parameter costs more than a step may, so a step compares the dicts with
-    those of the step before, and looks up only where one was replaced.
+    """The same state dicts by parameter, as users see them, and by master, as the inner optimizer does.
+    Looking up parameters is too slow for every step, so a step compares the dicts with those of the
+    previous step, and looks up only if one was replaced.
     """
 
     def __init__(self, slices: Sequence[ParameterSlice]) -> None:
         self._slices = slices
-        self._without: list[ParameterSlice] = []  # whole on another rank, and not seen with a state
+        self._without: list[ParameterSlice] = []  # whole on another rank, without a state so far
         self._outside: list[Any] | None = None  # as the last step left them
         self._inside: list[Any] | None = None
 
     def lend(self, outside: Any, inside: Any) -> None:
-        """Gives the optimizer inside the states that users see."""
+        """Gives the inner optimizer the states that users see."""
         if self._outside is not None and _are_same(outside.values(), self._outside):
             return
         self._inside = None
@@ -49,8 +49,8 @@ class SharedStates:
         unused: Collection[ParameterSlice],
         fresh: Callable[[ParameterSlice], dict[str, Any]],
     ) -> bool:
-        """Gives users the states that the optimizer inside has updated. False: the same as before.
-        `fresh`: what this rank has at first of a parameter that is whole on another one.
+        """Gives users the states that the inner optimizer has updated. False: nothing has changed.
+        `fresh`: this rank's initial state of a parameter that is whole on another rank.
         """
         is_new = self._begin_elsewhere(outside, unused, fresh)
         if not is_new and self._inside is not None and _are_same(inside.values(), self._inside):
@@ -59,15 +59,15 @@ class SharedStates:
             state = inside.get(one.master)
             if not state:  # not used yet
                 continue
-            if one.is_rounded:  # torch.distributed.checkpoint loads what `state` has
+            if one.is_rounded:  # torch.distributed.checkpoint loads what is in `state`
                 state[MASTER] = one.master.detach()
             outside[one.parameter] = state
         self._outside = [*outside.values()]
-        # One that is empty, as somebody has looked for it, will be filled without being replaced.
+        # An empty one, created by a lookup, will be filled without being replaced.
         self._inside = [*inside.values()] if all(inside.values()) else None
         return True
 
-    # Where the rank that has a parameter begins with a state, the others do, too.
+    # If the rank that has a parameter begins with a state, so do the others.
     def _begin_elsewhere(
         self,
         outside: Any,
@@ -92,8 +92,8 @@ class SharedStates:
 def example_states(
     one: ParameterSlice, make: Callable[[list[dict[str, Any]]], Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Those of a parameter of its shape after a step of zeros, of which the values say nothing: without
-    memory where the optimizer works so. `make` makes an optimizer of parameter groups.
+    """The states of a parameter of this shape after a step with zeros; their values mean nothing.
+    Without memory if the optimizer works on the meta device. `make` makes one of parameter groups.
     """
     for device in ("meta", str(one.master.device)):
         zeros = torch.zeros(one.inside_shape, dtype=one.master_dtype, device=device)
@@ -103,7 +103,7 @@ def example_states(
             optimizer = make([{**settings, "params": [parameter]}])
             begin_training(optimizer)
             optimizer.step()
-        except Exception:  # whatever a class raises that looks at values
+        except Exception:  # a class may raise anything when it looks at values
             if device != "meta":
                 raise
             continue
@@ -112,8 +112,8 @@ def example_states(
 
 
 def states_elsewhere(one: ParameterSlice, like: Mapping[str, Any]) -> dict[str, Any]:
-    """What a rank has of the states of a parameter that is whole on another one: of each tensor no
-    elements, so that torch's checkpoints find the same ones on every rank. `like` has such tensors.
+    """This rank's states of a parameter that is whole on another rank: tensors without elements, so
+    that torch's checkpoints find the same ones on every rank. `like` has such tensors.
     """
     state: dict[str, Any] = {}
     for key, value in like.items():
@@ -131,12 +131,12 @@ def _are_same(states: Any, known: list[Any]) -> bool:
 
 
 def held_bytes(one: ParameterSlice, state: Mapping[str, Any]) -> int:
-    """Of the states, and of masters and what goes with them."""
+    """Bytes of the states, and of masters and what belongs to them."""
     kept = 0
     for key, value in state.items():
         if key != MASTER and isinstance(value, torch.Tensor):
             kept += 0 if isinstance(value, FlatSlice) else value.nbytes
-    if one.has_own_master:  # and what it was rounded to, and an offloaded gradient
+    if one.has_own_master:  # also what it was rounded to, and an offloaded gradient
         keeps_rounded = one.offloaded or not one.is_released
         own = one.master_dtype.itemsize
         kept += one.count * (own + keeps_rounded * one.parameter.itemsize + own * one.offloaded)
@@ -144,8 +144,8 @@ def held_bytes(one: ParameterSlice, state: Mapping[str, Any]) -> int:
 
 
 def saved_states(one: ParameterSlice, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's states as a state dict has them: what has an element for each of the slice's as a
-    FlatSlice, whose memory is shared.
+    """A parameter's states as in a state dict: those with an element for each of the slice's are
+    FlatSlices over the same memory.
     """
     saved = dict(state)
     if one.is_rounded:
@@ -159,8 +159,8 @@ def saved_states(one: ParameterSlice, state: Mapping[str, Any]) -> dict[str, Any
 
 
 def loaded_states(one: ParameterSlice, state: Any, on_device: bool) -> dict[str, Any]:
-    """Copies of saved states for this slice, whole ones or those of the same slice; UsageError for
-    others. `on_device`: where numbers of the optimizer are.
+    """Copies of saved states for this slice, from whole ones or those of the same slice; raises
+    UsageError for others. `on_device`: where the optimizer keeps numbers.
     """
     if not isinstance(state, Mapping):
         refuse(f"the states of '{one.name}' by name", f"an object of type {type(state).__name__}")
@@ -176,13 +176,13 @@ def loaded_states(one: ParameterSlice, state: Any, on_device: bool) -> dict[str,
 
 
 def is_unused(state: Mapping[str, Any]) -> bool:
-    """Whether a state says that no step was made."""
+    """Whether a state says that no step has been made."""
     step = state.get("step")
     return step is not None and not isinstance(step, FlatSlice) and float(step) == 0.0
 
 
 def is_missing(state: Mapping[str, Any]) -> bool:
-    """Whether there is none but for the master."""
+    """Whether there is no state, except for the master."""
     return not set(state) - {MASTER}
 
 
@@ -214,9 +214,9 @@ def _loaded(one: ParameterSlice, key: str, value: Any, on_device: bool) -> Any:
     return one.shaped(part.to(one.master.device, dtype, copy=True))
 
 
-# For each of the parameter's.
+# Whether it has an element for each of the parameter's.
 def _has_elements(one: ParameterSlice, key: str, value: torch.Tensor) -> bool:
-    if one.is_whole and key != MASTER:  # an optimizer may have matrices of other sides
+    if one.is_whole and key != MASTER:  # an optimizer may have matrices with other sides
         fits = value.shape == one.parameter.shape
         return fits and (value.dim() > 0 or key in one.states.elementwise)
     return value.dim() > 0 or key == MASTER or key in one.states.elementwise
@@ -226,8 +226,8 @@ def require_alike(
     group: Sequence[tuple[ParameterSlice, Mapping[str, Any]]],
     expected: Callable[[ParameterSlice], Mapping[str, Any]],
 ) -> None:
-    """UsageError where the parameters of a group have different states; a whole one, where it has others
-    than `expected` of it.
+    """Raises UsageError if the parameters of a group have different states or, for a whole parameter,
+    other states than `expected`.
     """
     if all(is_missing(state) for _, state in group):
         return
@@ -262,8 +262,8 @@ def _refuse_part(one: ParameterSlice, got: Any, wanted: Any, first: ParameterSli
 def load_target(
     one: ParameterSlice, make: Callable[[list[dict[str, Any]]], Any], settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """States for torch.distributed.checkpoint to load into, which say that no step was made. `make`
-    makes an optimizer of parameter groups.
+    """States for torch.distributed.checkpoint to load into, which say that no step has been made.
+    `make` makes an optimizer of parameter groups.
     """
     parameter = torch.nn.Parameter(torch.zeros_like(one.master))
     parameter.grad = torch.zeros_like(one.master)

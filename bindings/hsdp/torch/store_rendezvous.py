@@ -1,4 +1,4 @@
-"""Where ranks on several hosts meet when torch's store is all that joins them."""
+"""Where ranks on several hosts meet if they are only connected through torch's store."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _UNREADABLE = "an HSDP_SECRET_FILE that cannot be read"
 
 
 def meet_at_store(rank: int, size: int, timeout_s: float) -> None:
-    """Sets HSDP_ADDR and HSDP_PORT, for this process, to an address of rank 0 that other hosts reach.
+    """Sets HSDP_ADDR and HSDP_PORT, for this process, to an address of rank 0 that other hosts can
+    reach.
 
-    Agreed over the store at MASTER_ADDR:MASTER_PORT (torchrun's, or torch.distributed's own).
-    Nothing where no store answers: the variables stay unset, and connecting says so. The store is not
+    The ranks agree on it over the store at MASTER_ADDR:MASTER_PORT (torchrun's, or torch.distributed's
+    own). Without a store the variables stay unset, and connecting reports that. The store is not
     authenticated: it carries a secret, into HSDP_SECRET, only with HSDP_TRUST_STORE=1.
 
-    Raises UsageError, on every rank, when rank 0 has not the address that others know it by;
-    MismatchError when not all ranks have a secret; TimeoutError when a rank does not come.
+    Raises UsageError on every rank if rank 0 lacks the address that others use for it; MismatchError if
+    not all ranks have a secret; TimeoutError if a rank does not come.
     """
     master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     reached = _reached_address(*master)
@@ -42,7 +43,7 @@ def meet_at_store(rank: int, size: int, timeout_s: float) -> None:
             f"{error}; check that the launcher still runs, or set HSDP_ADDR and HSDP_PORT on every "
             "rank"
         ) from error
-    # A name of its own for this start: the store has what earlier starts of a restarted job left.
+    # A unique name for this start: the store has entries of earlier starts of a restarted job.
     start, sources = MeetingStore(opened, "hsdp/meet", size, timeout_s).exchange(
         rank, _secret_source(), lambda words: [secrets.token_hex(8), words]
     )
@@ -57,8 +58,8 @@ def address_of_rank_0(
 ) -> dict[str, str]:
     """HSDP_ADDR and HSDP_PORT, agreed with the others, and HSDP_SECRET if the store may carry it.
 
-    `reached`: where this rank reaches the store, which is on rank 0's host as a rule; "" where it
-    has no address. That of `far_rank`, on another host, counts.
+    `reached`: the store's address as seen from this rank; the store is usually on rank 0's host. "" if
+    it has no address. The one seen by `far_rank`, on another host, is used.
     """
     if rank == far_rank:
         store.put("reached", reached)
@@ -82,7 +83,7 @@ def address_of_rank_0(
 
 
 def address_of_store(store: Any) -> str:
-    """Where this host reaches a store of torch; "" for one that has no address, as a file."""
+    """The address of a torch store as seen from this host; "" for one without, such as a file."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if not isinstance(store, dist.TCPStore):
@@ -116,7 +117,7 @@ def _free_port(address: str) -> str:
 
 
 def _named_address() -> str:
-    """What this host's own name means to others; "" where that is a loopback."""
+    """The address to which this host's name leads others; "" if that is a loopback."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
@@ -137,13 +138,13 @@ def _secret_source() -> str:
     return "HSDP_TRUST_STORE" if _trusted() else _NONE
 
 
-# Not read, as it may be a pipe.
+# Does not read it, since it may be a pipe.
 def _is_readable(file: str) -> bool:
     return os.access(file, os.R_OK)
 
 
 def _require_one_source(sources: list[str]) -> None:
-    """Nobody waits for a rank that has no secret, or another one. Where none has, each says so itself."""
+    """Raises MismatchError unless the secrets have one source; without any, each rank reports that."""
     if len(set(sources)) == 1:
         return
     without = [rank for rank, source in enumerate(sources) if source in (_NONE, _UNREADABLE)]

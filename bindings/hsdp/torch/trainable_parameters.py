@@ -13,7 +13,7 @@ from hsdp.same_weights import VALUES
 from hsdp.torch.complex_values import COMPLEX_DTYPES, mark_of
 from hsdp.torch.value_digests import value_digests
 
-#: what is reduced
+#: dtypes that can be reduced
 GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, *COMPLEX_DTYPES)
 
 Named = list[tuple[str, torch.nn.Parameter]]
@@ -45,8 +45,8 @@ def trainable_parameters(model: torch.nn.Module, device: str) -> Named:
 
 
 def described_parameters(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
-    """A line for each parameter, frozen or not, that changes with its values. Values that have no memory
-    of their own (DTensors, sparse and uninitialized parameters) are left out.
+    """A line for each parameter, frozen or not, that changes with its values. Leaves out values without
+    their own memory (DTensors, sparse and uninitialized parameters).
     """
     lines, compared = [], []
     for name, p in parameters:
@@ -54,7 +54,7 @@ def described_parameters(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -
         if not plain or p.layout is not torch.strided or p.is_quantized:
             lines.append(f"parameter '{name}' {type(p).__name__}")
             continue
-        if p.is_meta:  # whoever gives it values compares them
+        if p.is_meta:  # compared when they get values
             lines.append(f"parameter '{name}' {tuple(p.shape)} {p.dtype} on the meta device")
             continue
         compared.append((len(lines), p))
@@ -66,7 +66,7 @@ def described_parameters(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -
 
 
 def require_memory(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
-    """UsageError where a parameter is on the meta device when the first step begins."""
+    """Raises UsageError if a parameter is on the meta device when the first step begins."""
     for name, p in parameters:
         if p.is_meta:
             _fault(
@@ -77,8 +77,7 @@ def require_memory(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None
 
 
 def frozen_since(parameters: Mapping[str, torch.nn.Parameter], error: UsageError) -> UsageError:
-    """What the end of a microbatch should say when it misses the gradient of a parameter that no longer
-    requires one; else the error as it is.
+    """The error for a missing gradient of a parameter that no longer requires one; otherwise `error`.
     """
     text = str(error)
     for name, parameter in parameters.items():
@@ -92,7 +91,7 @@ def frozen_since(parameters: Mapping[str, torch.nn.Parameter], error: UsageError
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor, without importing what is not imported yet."""
+    """Whether it is a DTensor, without importing anything."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

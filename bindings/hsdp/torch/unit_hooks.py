@@ -1,4 +1,4 @@
-"""When units are gathered and released: hooks around forward and backward passes of their modules.
+"""When units are gathered and released: hooks around the forward and backward passes of their modules.
 
 [Note: parameters that are released]
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hsdp.reducer import Reducer
 
 
-# A graph of torch.compile ends before it, and another one begins after it.
+# A graph of torch.compile ends before it, and a new one begins after it.
 def _uncompiled(function: Any) -> Any:
     disable: Any = torch.compiler.disable
     return disable(function)
@@ -47,16 +47,16 @@ class ModuleHook:
         self._call = call
 
     def __call__(self, module: torch.nn.Module, *args: Any) -> Any:
-        """As torch calls it."""
+        """Called by torch."""
         return self._call(*args)
 
-    # A function of Python's own that does nothing: who loads the copy may not have this package.
+    # A built-in that does nothing: the copy may be loaded without this package.
     def __reduce__(self) -> Any:
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 class _AfterBackward(torch.autograd.Function):
-    """The inputs of a module; in the backward pass it comes when the module's own is over."""
+    """Wraps a module's inputs; its backward runs when the module's own backward is over."""
 
     generate_vmap_rule = True
 
@@ -67,7 +67,7 @@ class _AfterBackward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.done = inputs[0]
-        ctx.set_materialize_grads(False)  # an input that was not used gets none
+        ctx.set_materialize_grads(False)  # an unused input gets no gradient
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -80,7 +80,7 @@ class _AfterBackward(torch.autograd.Function):
 
 
 class _BeforeBackward:
-    """Before what made the outputs of a module: the first gradient that comes in a backward pass is told."""
+    """Runs before the backward of a module's outputs: reports a backward pass's first gradient."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
@@ -94,18 +94,18 @@ class _BeforeBackward:
 
 
 class GatherOrder:
-    """What comes after what: learned from the order in which units were needed before, by the last two,
-    and by whether gradients are recorded or computed. A guess that is wrong costs a gather.
+    """Predicts the next unit from the last two and from whether gradients are recorded or computed, as
+    learned from earlier orders. A wrong guess costs a gather.
     """
 
     def __init__(self) -> None:
-        # Mode and the last two -> the next one, and its mode.
+        # (mode, last two) -> (next one, its mode).
         self._next: dict[tuple[Any, ...], tuple[ShardedUnit, tuple[bool, bool]]] = {}
         self._before: tuple[ShardedUnit | None, ShardedUnit | None] = (None, None)
         self._mode: tuple[bool, bool] = (False, False)
 
     def needed(self, unit: ShardedUnit) -> None:
-        """That one is, now."""
+        """Records that this unit is needed now."""
         mode = (torch.is_grad_enabled(), private_torch.current_graph_task_id() != -1)
         if self._before[1] is not None:
             self._next[self._mode, *self._before] = unit, mode
@@ -113,7 +113,7 @@ class GatherOrder:
         self._mode = mode
 
     def following(self) -> Iterator[ShardedUnit]:
-        """What will be needed from here on, as far as it is known."""
+        """The units that will be needed next, as far as known."""
         key = self._mode, *self._before
         seen = set()
         while key in self._next and key not in seen:
@@ -123,22 +123,22 @@ class GatherOrder:
             key = mode, key[-1], unit
 
     def restart(self) -> None:
-        """What comes now does not follow from what was."""
+        """What comes next does not follow from what came before."""
         self._before = (None, None)
 
 
 class UnitHooks:
-    """Gathers units before the forward and backward passes of their modules, ahead of them where the
-    order is known, and releases them after.
+    """Gathers units before the forward and backward passes of their modules, or earlier if the order is
+    known, and releases them afterwards.
 
-    - `reshards_after_forward`: whether they are released after it where a backward pass will follow,
-      too. The root never is, then.
-    - `reshards_after_backward`: whether they are released after that. Else they stay until the next
+    - `reshards_after_forward`: whether to release them after it even if a backward pass will follow.
+      The root is then never released.
+    - `reshards_after_backward`: whether to release them after that. Otherwise they stay until the next
       update.
-    - `prefetch_bytes`: of units that are gathered ahead, at most so many; None: one unit.
+    - `prefetch_bytes`: limit for units that are gathered ahead; None: one unit.
 
-    A unit is kept while its module's backward pass is under way, so while a checkpoint recomputes
-    in it. Hooks run on whatever thread torch runs them, one at a time.
+    A unit is kept during its module's backward pass, even while a checkpoint recomputes in it. Hooks
+    run on any thread that torch uses, one at a time.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class UnitHooks:
         self._reshards_after_forward = reshards_after_forward
         self._reshards_after_backward = reshards_after_backward
         self._order = GatherOrder()
-        self._in_forward = dict.fromkeys(units, 0)  # how often, one in the other
+        self._in_forward = dict.fromkeys(units, 0)  # nesting depth
         self._in_backward: dict[ShardedUnit, dict[int, int]] = {unit: {} for unit in units}
-        self._told: set[int] = set()  # backward passes whose end is heard of
-        # As they are needed before others are gathered: the root, and one more.
+        self._told: set[int] = set()  # backward passes with a callback at their end
+        # Needed before others have to be gathered: the root, and one more.
         self._kept: set[ShardedUnit] = set()
         self._held: set[ShardedUnit] = set()  # until all passes are over
         self._until_update: set[ShardedUnit] = set()
@@ -174,7 +174,7 @@ class UnitHooks:
         before = hook(UnitHooks._before_forward)
         after = hook(lambda hooks, unit, args, output: hooks._after_forward(unit, output))
         module = unit.module
-        assert module is not None  # it was given with the unit
+        assert module is not None  # given with the unit
         self._handles += [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, always_call=True),
@@ -189,7 +189,7 @@ class UnitHooks:
             self._handles.append(above.register_forward_pre_hook(look))
 
     def _need(self, unit: ShardedUnit) -> None:
-        if not unit.is_present:  # a guess was wrong, or another one is over
+        if not unit.is_present:  # a wrong guess, or another one is over
             self._release(self._kept)
         self._kept.discard(unit)
         self._order.needed(unit)
@@ -201,7 +201,7 @@ class UnitHooks:
         for following in ahead:
             following.request()
 
-    # What is needed from here on, up to a unit that is there now and will have been released by then.
+    # The units needed next, up to one that is present now but will have been released by then.
     def _coming(self) -> Iterator[ShardedUnit]:
         passed = set()
         for unit in self._order.following():
@@ -210,7 +210,7 @@ class UnitHooks:
             passed.add(unit)
             yield unit
 
-    # What fits into `prefetch_bytes`, in the order in which it will be needed.
+    # What fits into `prefetch_bytes`, in the order of use.
     def _next_ahead(self) -> list[ShardedUnit]:
         if all(unit.is_present for unit in self.units):
             return []
@@ -235,7 +235,7 @@ class UnitHooks:
             self._kept.discard(unit)
             unit.release()
 
-    # A unit stays that is needed before any other would have to be gathered.
+    # A unit stays if it is needed before any other would have to be gathered.
     def _let_go(self, unit: ShardedUnit) -> None:
         if self._is_in_use(unit) or unit in self._until_update:
             return
@@ -247,7 +247,7 @@ class UnitHooks:
         else:
             self._release([unit])
 
-    # What only stays for a later use: a state dict has its slices.
+    # Releases a unit that only stays for later use: a state dict uses its slices.
     def _give_back(self, unit: ShardedUnit) -> None:
         if not self._is_in_use(unit) and (unit in self._kept or unit in self._until_update):
             self._release([unit])
@@ -257,8 +257,8 @@ class UnitHooks:
         self._need(unit)
         if not torch.is_grad_enabled():
             return args, kwargs
-        # What is in lists and dicts is left alone: a module may write to them. A tensor that comes twice
-        # stays one.
+        # Tensors in lists and dicts are skipped: a module may write to those. A tensor that occurs
+        # twice stays one.
         own = {id(x): x for x in (*args, *kwargs.values()) if _has_gradient(x)}
         if not own:
             return args, kwargs
@@ -269,10 +269,10 @@ class UnitHooks:
             {key: by_id.get(id(x), x) for key, x in kwargs.items()},
         )
 
-    # Also where the forward has raised.
+    # Also called if the forward has raised.
     def _after_forward(self, unit: ShardedUnit, output: Any) -> None:
         self._in_forward[unit] = max(0, self._in_forward[unit] - 1)
-        if private_torch.current_graph_task_id() == -1:  # what a backward pass that failed has left
+        if private_torch.current_graph_task_id() == -1:  # left by a failed backward pass
             self._in_backward[unit].clear()
         keeps = False
         leaves = private_torch.tree_leaves(output)
@@ -283,8 +283,8 @@ class UnitHooks:
             hook = _BeforeBackward(lambda: self._backward_begins(unit))
             for node in {_maker(one) for one in outputs} - {None}:
                 node.register_prehook(hook)
-            # Of an object that torch cannot look into, and of tangents, nobody hears when their backward
-            # begins.
+            # For objects that torch cannot look into, and for tangents, the beginning of their backward
+            # is not reported.
             if not all(isinstance(leaf, _PLAIN) for leaf in leaves) or any(map(_has_tangent, leaves)):
                 self._held.add(unit)
             keeps = bool(outputs) and (unit.is_root or not self._reshards_after_forward)
@@ -321,16 +321,16 @@ class UnitHooks:
                 self._let_go(unit)
 
     def end(self, reducer: Reducer) -> None:
-        """This rank needs no more of its units for now. Collective over the shard group, but as often as
-        one likes.
+        """This rank needs none of its units for now. Collective over the shard group, but may be called
+        any number of times.
         """
         gathers = self._gathers[reducer]
         self._release_all(gathers)
         gathers.end()
 
     def begin_update(self) -> None:
-        """This rank's slices are about to change, and have what was written to parameters. Collective.
-        A graph that saved the old values then refuses its backward pass, as torch has it.
+        """Called before this rank's slices change; updates them from writes to parameters. Collective.
+        A graph that saved the old values then refuses its backward pass, as usual in torch.
         """
         self._until_update.clear()
         for gathers in self._gathers.values():
@@ -343,22 +343,22 @@ class UnitHooks:
             unit.was_read()
 
     def read_written(self) -> None:
-        """Slices get what was written to parameters that are whole."""
+        """Updates slices from writes to parameters that are present."""
         for unit in self.units:
             unit.read_written()
 
     def expire(self) -> None:
-        """What is needed next is gathered anew: slices are about to be written to."""
+        """Slices are about to be written to: units will be gathered again when needed."""
         for unit in self.units:
             unit.expire()
 
     def skip_update(self) -> None:
-        """There is none: what stayed until then is released."""
+        """There will be no update: releases what stayed until then."""
         self._release(unit for unit in self._until_update if not self._is_in_use(unit))
         self._until_update.clear()
 
     def updated(self) -> None:
-        """What is pinned gets the new values. Collective."""
+        """Gathers new values of what is pinned. Collective."""
         for unit in self.units:
             if unit.is_pinned:
                 unit.refresh()
@@ -376,18 +376,18 @@ class UnitHooks:
                     unit.release()
 
     def pin(self, module: torch.nn.Module) -> None:
-        """Gathers what has parameters of that module, to stay. Collective."""
+        """Gathers the units with parameters of that module, to stay. Collective."""
         for unit in self._of(module):
             unit.pin()
         self._serve()
 
-    # Others may need what this rank has.
+    # Others may need this rank's slices.
     def _serve(self) -> None:
         for gathers in self._gathers.values():
             gathers.end()
 
     def unpin(self, module: torch.nn.Module) -> None:
-        """Releases it."""
+        """Releases them."""
         for unit in self._of(module):
             unit.unpin()
 
@@ -399,20 +399,20 @@ class UnitHooks:
         ]
 
     def gather_all(self) -> None:
-        """For good. Collective."""
+        """Gathers all units permanently. Collective."""
         for unit in self.units:
             unit.pin()
         self._serve()
 
     def wrap(self, module: torch.nn.Module, name: str) -> None:
-        """A method of a unit's module is a forward, too."""
+        """Treats a method of a unit's module as a forward."""
         number = next((n for n, unit in enumerate(self.units) if unit.module is module), None)
         if number is None:
             refuse("a module whose parameters are a unit", type(module).__name__)
         before = ModuleHook(self, number, UnitHooks._before_forward)
         after = ModuleHook(self, number, UnitHooks._after_forward)
         method = getattr(module, name)
-        # The module keeps what is made here, which must not keep the module.
+        # The module keeps this wrapper, which must not keep the module.
         is_own = getattr(method, "__self__", None) is module
         function = method.__func__ if is_own else method
         its = weakref.ref(module)
@@ -432,7 +432,7 @@ class UnitHooks:
         setattr(module, name, wrapped)
 
     def stored_bytes(self) -> int:
-        """Of this rank's slices."""
+        """The size of this rank's slices."""
         return sum(one.stored.nbytes for unit in self.units for one in unit.slices)
 
     def abort(self, reason: str) -> None:
@@ -441,11 +441,11 @@ class UnitHooks:
             gathers.abort(reason)
 
     def stats(self) -> list[GatherStats]:
-        """Of the gathers so far."""
+        """Statistics of the gathers so far."""
         return [GatherStats(**gathers.stats()) for gathers in self._gathers.values()]
 
     def close(self) -> None:
-        """Leaves no hooks; parameters stay as they are."""
+        """Removes the hooks; parameters stay as they are."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -456,7 +456,7 @@ class UnitHooks:
 
 
 def full_state_dict(model: torch.nn.Module, units: Iterable[ShardedUnit]) -> dict[str, Any]:
-    """Of a model, on the CPU, one unit at a time. Collective."""
+    """A model's state dict on the CPU, gathered one unit at a time. Collective."""
     state = model.state_dict(keep_vars=True)
     of_parameter: dict[int, list[str]] = {}
     for key, value in state.items():
@@ -473,7 +473,7 @@ def full_state_dict(model: torch.nn.Module, units: Iterable[ShardedUnit]) -> dic
                     state[key] = whole
             if not was_present:
                 unit.release()
-        gathers.end()  # others may need what this rank has
+        gathers.end()  # others may need this rank's slices
     for keys in of_parameter.values():
         value = state[keys[0]]
         whole = value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
@@ -493,7 +493,7 @@ def _has_tangent(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and forward_ad.unpack_dual(leaf).tangent is not None
 
 
-# A view that is written to in place gets another one; what made its base stays.
+# An in-place write to a view gives it a new grad_fn; that of its base stays.
 def _maker(output: torch.Tensor) -> Any:
     base = private_torch.base(output)
     return (output if base is None else base).grad_fn

@@ -1,4 +1,4 @@
-"""Which parameters of attached models are released between uses, in which units."""
+"""Which parameters of attached models are released between uses, and in which units."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from hsdp.torch.sharded_unit import FrozenSlice, ShardedUnit, StoredSlice
 from hsdp.torch.trainable_parameters import GRADIENT_DTYPES
 from hsdp.torch.unit_hooks import UnitHooks
 
-# Of frozen parameters: what gathers know, and nothing that is packed. Complex ones stay whole, as even
-# slices might part a number.
+# Of frozen parameters: dtypes that gathers support, unpacked. Complex ones stay whole, since even
+# slices might split a number.
 _DTYPES = tuple(dtype for dtype in GRADIENT_DTYPES if not dtype.is_complex)
 
 Place = tuple[str, torch.nn.Parameter, Reducer]
 
 
 def attached_models(reducer: Reducer) -> list[ModelAttachment]:
-    """Those that the Reducer takes gradients of."""
+    """The models whose gradients the Reducer takes."""
     return [one for one in reducer._attachments if isinstance(one, ModelAttachment)]
 
 
 def model_of(attachment: ModelAttachment) -> torch.nn.Module:
-    """UsageError where it is gone: its parameters may live on without it."""
+    """Raises UsageError if the model is gone: its parameters may outlive it."""
     model = attachment.model
     if model is None:
         refuse("the model that was attached", f"none: the {attachment.describe()} is gone; keep it")
@@ -43,7 +43,7 @@ def model_of(attachment: ModelAttachment) -> torch.nn.Module:
 
 
 class PlannedUnit(NamedTuple):
-    """A unit, and what is released of its parameters, by the names in its model."""
+    """A unit, and those of its parameters that are released, by their names in the model."""
 
     reducer: Reducer
     unit: ModuleUnit
@@ -54,11 +54,11 @@ class UnitPlan(NamedTuple):
     """What is released in which units, and where units lie in a Reducer's buckets."""
 
     units: list[PlannedUnit]
-    numbers: dict[int, int]  # of units, from 1 on, by id of the parameter
+    numbers: dict[int, int]  # of units, from 1, by id of the parameter
 
-    # Consecutive parameters of different units share no bucket: their slices are cut apart.
+    # Consecutive parameters of different units share no bucket: their slices are cut separately.
     def cut_buckets(self) -> None:
-        """Has each unit spread over all ranks, unless a Reducer's buckets are cut already."""
+        """Makes each unit spread over all ranks, unless a Reducer's buckets are already cut."""
         for reducer in {planned.reducer: None for planned in self.units}:
             number_of = {
                 name: self.numbers.get(id(p), 0)
@@ -73,8 +73,8 @@ class UnitPlan(NamedTuple):
 def plan_units(
     reducers: Sequence[Reducer], places: Iterable[Place], units: Units, persistence_threshold: float
 ) -> UnitPlan:
-    """Of all attached models: parameters that are optimized or frozen, and larger than the threshold. In a
-    shard group of one nothing would be gained.
+    """Plans all attached models: parameters that are optimized or frozen, and larger than the
+    threshold. A shard group of one would gain nothing.
     """
     owner = {id(parameter): reducer for _, parameter, reducer in places}
     models = [model_of(one) for reducer in reducers for one in attached_models(reducer)]
@@ -91,7 +91,7 @@ def plan_units(
                 for name, p in unit.parameters.items():
                     is_frozen = not p.requires_grad and p.dtype in _DTYPES
                     is_ours = owner.get(id(p)) is reducer or is_frozen
-                    # Of several models one would read what another one's unit has released.
+                    # Otherwise one model would read what another one's unit has released.
                     is_free = uses[id(p)] == 1 and type(p) is torch.nn.Parameter
                     if is_ours and is_free and p.numel() > persistence_threshold:
                         parameters[name] = p
@@ -101,9 +101,9 @@ def plan_units(
 
 
 class SlicedUnits(NamedTuple):
-    """What this rank keeps of released parameters."""
+    """What this rank stores of released parameters."""
 
-    slices: dict[int, ParameterSlice]  # by id of the parameter; of those that are optimized
+    slices: dict[int, ParameterSlice]  # by id of the parameter; optimized ones
     masters: list[StoredMasters]
     units: list[tuple[Reducer, ShardedUnit]]
 
@@ -111,14 +111,14 @@ class SlicedUnits(NamedTuple):
 def slice_units(
     plan: UnitPlan, make: Mapping[int, Callable[..., ParameterSlice]], meta: MetaInit
 ) -> SlicedUnits:
-    """This rank's slices of what was planned to be released. `make`: of those that are optimized. What
-    is on the meta device gets values, and is released at once.
+    """This rank's slices of what is to be released. `make`: makes those of optimized parameters. What
+    is on the meta device gets values and is released immediately.
     """
     slices: dict[int, ParameterSlice] = {}
     alike: dict[torch.dtype, list[ParameterSlice]] = {}
     stored: dict[ModuleUnit, list[StoredSlice]] = {}
-    # All slices have their memory before a unit has: one in between would keep an allocator from using
-    # that of the unit before again.
+    # Allocate all slices before any unit: an allocation in between would keep an allocator from reusing
+    # the previous unit's memory.
     for reducer, unit, parameters in plan.units:
         its = stored[unit] = []
         for name, p in parameters.items():
@@ -154,7 +154,7 @@ def gathered_units(
     reshards_after_forward: bool,
     reshards_after_backward: bool,
 ) -> UnitHooks:
-    """Their gathers and hooks; they are released from here on. Collective."""
+    """Their gathers and hooks; they are released from now on. Collective."""
     of_reducer: dict[Reducer, list[ShardedUnit]] = {}
     for reducer, unit in units:
         of_reducer.setdefault(reducer, []).append(unit)

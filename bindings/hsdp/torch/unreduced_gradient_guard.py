@@ -1,12 +1,12 @@
-"""Makes torch's optimizers and clipping raise where they would silently do nothing, or wrong.
+"""Makes torch's optimizers and clipping raise instead of silently doing nothing or the wrong thing.
 
 [Note: optimizers that would do nothing] [Note: gradients that are not what they seem]
 
-They skip parameters without p.grad, which is what attached parameters are between microbatches;
-and FSDP2's have zeros there while a replica hook keeps their gradients. Both are watched for the
-whole process from the first attachment on, and look at nothing while there is none. An optimizer
-that knows shards says so: `takes_shards = True` on its class. They raise, too, where a loss scale
-is still in the gradients, and where zero_grad() came in between.
+They skip parameters without p.grad, such as attached parameters between microbatches; and FSDP2's have
+zeros there while a replica hook keeps their gradients. The guard covers the whole process from the
+first attachment on, and looks at nothing while there is none. An optimizer that uses shards declares
+it: `takes_shards = True` on its class. The guard also raises if a loss scale is still in the gradients,
+and if zero_grad() came in between.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _attach_count = 0  # in this process so far
 
 
 def watch(attachment: ModelAttachment) -> None:
-    """From now on its parameters must not be met without gradients."""
+    """From now on, its parameters must not be used without gradients."""
     global _attach_count  # noqa: PLW0603
     _attach_count += 1
     _install()
@@ -47,7 +47,7 @@ def watch(attachment: ModelAttachment) -> None:
 
 
 def watch_hook(handle: ReplicaHookHandle) -> None:
-    """From now on its parameters must not be met while gradients of theirs are pending."""
+    """From now on, its parameters must not be used while their gradients are pending."""
     _install()
     _replica_hooks.add(handle)
 
@@ -58,8 +58,8 @@ def forget(attachment: ModelAttachment) -> None:
 
 
 def require_unwatched(name: str, parameter: torch.Tensor, others: Iterable[Attachment]) -> None:
-    """UsageError when a Reducer already takes the parameter's gradients: this one, which has the others,
-    or another.
+    """Raises UsageError if a Reducer already takes the parameter's gradients: this one, which has
+    `others`, or another.
     """
     owner = owner_of(parameter)
     if owner is None:
@@ -75,22 +75,22 @@ def require_unwatched(name: str, parameter: torch.Tensor, others: Iterable[Attac
 
 
 def is_watched(parameter: torch.Tensor) -> bool:
-    """Whether some Reducer takes its gradients."""
+    """Whether a Reducer takes its gradients."""
     return owner_of(parameter) is not None
 
 
 def owner_of(parameter: torch.Tensor) -> ModelAttachment | None:
-    """Who takes its gradients."""
+    """The attachment that takes its gradients."""
     return next((a for a in _attachments if a.name_of(parameter) is not None), None)
 
 
 def attachments() -> list[ModelAttachment]:
-    """Of all Reducers."""
+    """The attachments of all Reducers."""
     return list(_attachments)
 
 
 def attached_names(parameters: Iterable[Any]) -> dict[ModelAttachment, list[str]]:
-    """The names of those that are attached, by attachment."""
+    """The names of attached parameters, by attachment."""
     found: dict[ModelAttachment, list[str]] = {}
     watching = list(_attachments)
     for parameter in parameters if watching else ():
@@ -102,7 +102,7 @@ def attached_names(parameters: Iterable[Any]) -> dict[ModelAttachment, list[str]
 
 
 def require_gradients(caller: str, parameters: Iterable[Any]) -> dict[ModelAttachment, list[str]]:
-    """UsageError unless all attached ones have a gradient of their step in p.grad; their names."""
+    """Names of the attached ones; raises UsageError unless all have their step's gradient in p.grad."""
     found = attached_names(parameters)
     for attachment, names in found.items():
         with naming(attachment.who):
@@ -112,7 +112,7 @@ def require_gradients(caller: str, parameters: Iterable[Any]) -> dict[ModelAttac
     return found
 
 
-# Once for an attachment: this is in the way of every optimizer's step.
+# Once per attachment: this runs in every optimizer step.
 def _require_no_pass(caller: str, attachment: ModelAttachment, name: str) -> None:
     if attachment.in_window:
         raise UsageError(
@@ -152,7 +152,7 @@ def _require_gradient(caller: str, attachment: ModelAttachment, name: str) -> No
 
 
 def require_result(caller: str, parameters: Iterable[Any]) -> None:
-    """UsageError where shards of attached ones are not to be trained by."""
+    """Raises UsageError if the shards of attached ones must not be used for training."""
     for attachment, names in attached_names(parameters).items():
         if attachment.has_result():
             with naming(attachment.who):
@@ -199,7 +199,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
             require_gradients(caller, parameters)
         _require_reduced(caller, parameters)
 
-    # A closure is what makes the gradients: they are due when it is done.
+    # The closure makes the gradients: check them after it.
     if len(args) > 1 and callable(args[1]):
         return (args[0], _then(args[1], require), *args[2:]), kwargs
     if callable(kwargs.get("closure")):
@@ -239,7 +239,7 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         generated = isinstance(parameters, types.GeneratorType)
         result = function((p for p in listed) if generated else listed, *args, **kwargs)
         limit = [*args, *(kwargs[key] for key in ("max_norm", "clip_value") if key in kwargs)][0]
-        if float(limit) != math.inf:  # which only asks for the norm
+        if float(limit) != math.inf:  # otherwise it only computes the norm
             for attachment, names in attached_names(listed).items():
                 attachment.result.clipped.update(names)
         return result
@@ -247,8 +247,8 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-# The function that users hold, maybe since before we were imported, is a wrapper around the real
-# one; so the real one is replaced where the wrapper keeps it.
+# Users hold a function, perhaps from before our import, that is a wrapper around the real one; so
+# replace the real one inside the wrapper.
 def _guard_function(name: str) -> None:
     outer = getattr(clip_grad, name)
     inner = getattr(outer, "__wrapped__", None)

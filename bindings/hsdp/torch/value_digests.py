@@ -1,4 +1,4 @@
-"""What 128 bits say of a tensor's values, computed where it lies.
+"""128-bit digests of tensors' values, computed in place.
 
 [Note: digests of parameters]
 """
@@ -13,14 +13,14 @@ import torch
 from hsdp.torch.complex_values import real_view
 
 _WORD_BYTES = 8
-_CHUNK_WORDS = 1 << 18  # so that a cache holds a chunk
+_CHUNK_WORDS = 1 << 18  # a chunk fits in a cache
 _ODD = -7046029254386353131  # its 64 bits look random
 _LOW_HALF = 0xFFFFFFFF
 
 
 def value_digests(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """One for each tensor: of the bits of its elements, in row-major order. The same on every device.
-    No tensor is copied to the host, and a GPU is waited for once.
+    """One digest per tensor, of the bits of its elements in row-major order. The same on every device.
+    Copies no tensor to the host, and waits for a GPU once.
     """
     places = _Weights()
     with torch.no_grad():
@@ -37,7 +37,7 @@ def _digest(numbers: list[int]) -> str:
 
 
 class _Weights:
-    """For each place in a chunk two odd numbers: times one of them no other word gives the same."""
+    """For each place in a chunk two odd numbers: multiplication by an odd number is one-to-one."""
 
     def __init__(self) -> None:
         self._on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -51,26 +51,26 @@ class _Weights:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Its elements as integers of their size, complex ones as two: what a comparison of values would take
-    for equal differs.
+    """Its elements as integers of their size, two for complex ones: tells apart what a comparison of
+    values would take for equal.
     """
     tensor = real_view(tensor)
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
 
 
 def differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Which elements have other bits, as a mask."""
+    """A mask of the elements whose bits differ."""
     written = bits(one) != bits(other)
     return written.any(-1) if one.is_complex() else written
 
 
 def row_major_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of its elements in row-major order: its own memory where it has that order."""
+    """The bytes of its elements in row-major order: its own memory if it has that order."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
 
 
-# Two sums of each chunk.
+# Two sums per chunk.
 def _chunk_sums(tensor: torch.Tensor, weights: _Weights) -> torch.Tensor:
     sums = []
     for chunk in row_major_bytes(tensor).split(_CHUNK_WORDS * _WORD_BYTES):
@@ -87,8 +87,8 @@ def _words(data: torch.Tensor) -> torch.Tensor:
     return data.view(torch.int64)
 
 
-# No two words become the same. The plain words would not do: a highest bit times the difference of two
-# odd weights is nothing, so that numbers which swap their signs would not show.
+# One-to-one. Plain words would not do: the highest bit times the difference of two odd weights
+# vanishes, so numbers that swap their signs would not show.
 def _mixed(words: torch.Tensor) -> torch.Tensor:
     words = words * _ODD
     words ^= (words >> 32) & _LOW_HALF

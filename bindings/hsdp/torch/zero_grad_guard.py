@@ -1,4 +1,4 @@
-"""Makes zero_grad() raise where it would drop gradients only in part, and remembers it elsewhere.
+"""Makes zero_grad() raise if it would drop only part of the gradients, and otherwise records it.
 
 [Note: gradients that are not what they seem]
 """
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def install(attachments: Collection[ModelAttachment]) -> None:
-    """Watches zero_grad() of all optimizers and modules of the process for these."""
+    """Watches zero_grad() of all optimizers and modules of the process, for these attachments."""
     guard_class(torch.optim.Optimizer, attachments)
     module = torch.nn.Module
     module.zero_grad = _guarded(module.zero_grad, attachments, lambda it: it.parameters())
 
 
 def guard_class(kind: type[torch.optim.Optimizer], attachments: Collection[ModelAttachment]) -> None:
-    """The same for a class of optimizers, which may have a zero_grad() of its own."""
+    """The same for a class of optimizers, which may define its own zero_grad()."""
     for part in kind.__mro__:
         own = vars(part).get("zero_grad")
         if own is not None and not hasattr(own, "_hsdp_guarded"):
@@ -59,7 +59,7 @@ def _guarded(
     return zero_grad
 
 
-# Attachments that it matters to, and the names of what is zeroed of them.
+# Affected attachments, and the names of what is zeroed of them.
 def _met(
     attachments: Iterable[ModelAttachment], parameters: Callable[[], Iterable[torch.Tensor]]
 ) -> list[tuple[ModelAttachment, list[str]]]:
@@ -79,7 +79,7 @@ def _require_none_arrived(caller: str, attachment: ModelAttachment, names: list[
     if attachment.holds_gradients:
         name = next(iter(here), None)
     elif here and not attachment.keeps_gradients and not attachment.is_collecting():
-        return  # what somebody else has put there
+        return  # put there by someone else
     else:
         name = next((name for name in names if attachment.arrived(name)), None)
     if name is None:

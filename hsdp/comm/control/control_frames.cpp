@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::size_t kMinWaitBytes = 28;
 
-// Each text once, with the places that have it.
+// Writes each text once, with the places that have it.
 void write_texts(WireWriter& out, const std::vector<std::string>& texts) {
   std::map<std::string_view, std::vector<int>> places;
   for (std::size_t i = 0; i < texts.size(); ++i) places[texts[i]].push_back(static_cast<int>(i));
@@ -79,7 +79,7 @@ std::optional<JoinFrame> JoinFrame::decode(std::string_view body) {
   frame.job = in.text();
   frame.host = in.text();
   frame.address = in.text();
-  // Version 1 had none, and is to be told that it is old.
+  // Version 1 lacks this field and must be told that it is too old.
   if (frame.version >= 2) frame.process = in.text();
   return checked(in, std::move(frame));
 }

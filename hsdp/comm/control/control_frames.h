@@ -1,6 +1,6 @@
 // The messages of the control connection. On the wire: body length (u32), type (u8), body.
 //
-// decode() takes any bytes: nullopt when they are not exactly one such body.
+// decode() accepts any bytes; it returns nullopt unless they are exactly one valid body.
 #pragma once
 
 #include <chrono>
@@ -19,26 +19,26 @@
 namespace hsdp::comm {
 
 enum class FrameType : std::uint8_t {
-  kJoin = 1,        // rank -> hub: who am I
+  kJoin = 1,        // rank -> hub: identifies the rank
   kWelcome = 2,     // hub -> rank: all have joined
-  kRefuse = 3,      // hub -> rank: you cannot join; body: why
-  kPost = 4,        // rank -> hub: what I say in an exchange
-  kAnswer = 5,      // hub -> rank: what came of an exchange
-  kBeat = 6,        // both ways
-  kFail = 7,        // both ways: the world ended
-  kGoodbye = 8,     // both ways: I leave in order; from a parent with the rank that leaves
-  kProcessEnd = 9,  // rank -> hub: a process of my host ended; body: its rank
-  kTell = 10,       // both ways: one rank's message to another
-  kGroup = 11,      // rank -> hub: who is in a group of mine, before its first exchange
-  kMoved = 12,      // rank -> hub: from now on I speak through another rank; body: which
-  kMerged = 13,     // relay -> parent: what several ranks say in an exchange
+  kRefuse = 3,      // hub -> rank: you cannot join; body: the reason
+  kPost = 4,        // rank -> hub: the rank's part of an exchange
+  kAnswer = 5,      // hub -> rank: the result of an exchange
+  kBeat = 6,        // in both directions
+  kFail = 7,        // in both directions: the world ended
+  kGoodbye = 8,     // in both directions: an orderly exit; from a parent with the rank that leaves
+  kProcessEnd = 9,  // rank -> hub: a process on my host ended; body: its rank
+  kTell = 10,       // in both directions: one rank's message to another
+  kGroup = 11,      // rank -> hub: the members of one of my groups, before its first exchange
+  kMoved = 12,      // rank -> hub: I now speak through another rank; body: that rank
+  kMerged = 13,     // relay -> parent: several ranks' parts of an exchange
   kBeats = 14,      // relay -> parent: the beats of several ranks
   kRelayed = 15,    // relay -> parent: a rank's frame; parent -> relay: a frame for a rank
 };
 
 constexpr std::size_t kFrameHeaderBytes = 5;
 constexpr std::size_t kMaxFrameBytes = 64U << 20U;
-constexpr std::size_t kMaxJoinBytes = 8U << 10U;  // all that a peer may send before it has joined
+constexpr std::size_t kMaxJoinBytes = 8U << 10U;  // limit for a peer that has not joined
 constexpr std::uint32_t kProtocolVersion = 4;
 
 // Header and body, ready to send and shared by all receivers.
@@ -54,21 +54,21 @@ struct JoinFrame {
   int size = 1;
   int restart_count = 0;
   std::string job;
-  std::string host;     // equal where descriptors may pass: boot, user, network namespace
+  std::string host;     // equal if descriptors can be passed: boot, user, network namespace
   std::string address;  // numeric, for data connections
-  std::string process;  // random: the same when a process tries again
+  std::string process;  // random; the same when a process tries again
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<JoinFrame> decode(std::string_view body);
 };
 
 struct WelcomeFrame {
-  std::string secret;              // given on one host, where the launcher gave none
-  std::vector<std::string> hosts;  // of each rank
+  std::string secret;              // given within one host, if the launcher gave none
+  std::vector<std::string> hosts;  // one per rank
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<WelcomeFrame> decode(std::string_view body);
 };
 
-// Ascending world ranks. Its id is group_id() of them.
+// The members, as ascending world ranks. The id is group_id() of them.
 struct GroupFrame {
   std::vector<int> members;
   [[nodiscard]] std::string encode() const;
@@ -79,18 +79,18 @@ struct PostFrame {
   std::uint64_t group = 0;
   std::string key;
   Saying saying;
-  bool while_open = false;  // answered with nothing when a member has closed its world
+  bool while_open = false;  // answered with nothing if a member has closed its world
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<PostFrame> decode(std::string_view body);
 };
 
-// As kPost, of several ranks.
+// A kPost of several ranks.
 struct MergedFrame {
   std::uint64_t group = 0;
   std::string key;
   bool while_open = false;
   std::vector<int> ranks;  // ascending
-  Agreement agreement;     // of these
+  Agreement agreement;     // of these ranks
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<MergedFrame> decode(std::string_view body);
 };
@@ -100,19 +100,19 @@ struct AnswerFrame {
   std::optional<Agreement> agreement;  // none: a member closed, and the post was `while_open`
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<AnswerFrame> decode(std::string_view body);
-  // Of an encoded one: all that a relay has to know.
+  // The name in an encoded frame, which is all that a relay needs.
   [[nodiscard]] static std::string exchange_of(std::string_view body);
 };
 
 struct TellFrame {
-  int peer = 0;  // rank -> hub: to whom; hub -> rank: from whom
+  int peer = 0;  // rank -> hub: the receiver; hub -> rank: the sender
   std::string topic;
   std::string message;
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<TellFrame> decode(std::string_view body);
 };
 
-// One wait of a rank, as its beat tells it.
+// One wait of a rank, as reported in its beat.
 struct BeatWait {
   std::uint32_t id = 0;
   std::string operation;
@@ -124,7 +124,7 @@ struct BeatWait {
 
 struct BeatFrame {
   std::vector<BeatWait> waits;  // rank -> hub
-  std::vector<int> missing;     // hub -> rank: who has not joined yet
+  std::vector<int> missing;     // hub -> rank: ranks that have not joined yet
   [[nodiscard]] std::string encode() const;
   [[nodiscard]] static std::optional<BeatFrame> decode(std::string_view body);
 };
@@ -143,12 +143,12 @@ struct RelayedFrame {
   [[nodiscard]] static std::optional<RelayedFrame> decode(std::string_view body);
 };
 
-// The body of a frame that is one rank: kProcessEnd, kMoved, kGoodbye of a parent.
+// The body of a frame that holds only a rank: kProcessEnd, kMoved, kGoodbye of a parent.
 [[nodiscard]] std::string rank_body(int rank);
 [[nodiscard]] std::optional<int> rank_in(std::string_view body);
 
-// A failure, and what its first witness was doing. A bare message only says who is at fault: each
-// rank adds its own operation and the time it waited.
+// A failure, and what its first witness was doing. A bare message only names the rank at fault;
+// each rank adds its current operation and the time it waited.
 struct WorldEnd {
   Failure failure;
   bool bare = false;

@@ -17,13 +17,13 @@ bool is_valid_group(const std::vector<int>& members, int size) {
   return !members.empty() && ascending && members.front() >= 0 && members.back() < size;
 }
 
-// A job without a name is called after its parent process, which differs from host to host.
+// Without a name, a job is named after its parent process, which differs between hosts.
 bool same_job(const std::string& a, const std::string& b) {
   return a == b || a.starts_with("parent-") || b.starts_with("parent-");
 }
 
-// The number of the Slurm step that a job is, "" where it is none. The id of the Slurm job, if it
-// is there, comes before: parts of a heterogeneous step differ in that.
+// The number of the Slurm step in a job's name, or "". Ignores a Slurm job id before it, because
+// parts of a heterogeneous step have different ones.
 std::string_view slurm_step(std::string_view job) {
   const std::size_t mark = job.rfind(kSlurmStepMark);
   if (mark == std::string_view::npos) return {};
@@ -66,7 +66,7 @@ bool ControlHub::all_closed() const {
   return true;
 }
 
-// The rank through which this one speaks, in the end; itself, if through none.
+// The last of the ranks through which this one speaks; itself, if it speaks for itself.
 int ControlHub::highest_above(int rank) const {
   for (;;) {
     const int parent = peers_[static_cast<std::size_t>(rank)].parent;
@@ -98,7 +98,7 @@ bool ControlHub::is_of_this_job(const JoinFrame& join) const {
   return same_job(join.job, options_.own.job) && join.restart_count == options_.own.restart_count;
 }
 
-// A message without ranks refuses the newcomer alone; with ranks it ends the world.
+// Why to refuse a rank. With ranks at fault it ends the world; without, only `join` is refused.
 std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
   const JoinFrame& own = options_.own;
   const std::string who = " on " + ranks_text({join.rank}, own.size);
@@ -111,7 +111,7 @@ std::optional<WorldEnd> ControlHub::objection(const JoinFrame& join) const {
                                .text());
   }
   if (!is_of_this_job(join)) {
-    // One name for two steps of Slurm would make one mesh of two programs.
+    // If two Slurm steps had one name, their programs would form one mesh.
     const std::string ports = "where two jobs or steps meet at one HSDP_PORT, give each its own";
     const std::string_view own_step = slurm_step(own.job);
     const std::string_view its_step = slurm_step(join.job);
@@ -160,7 +160,7 @@ void ControlHub::join(std::shared_ptr<FrameLink> link, const JoinFrame& join) {
   }
   const int rank = join.rank;
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  if (peer.link) peer.link->close();  // of an earlier attempt of this process
+  if (peer.link) peer.link->close();  // from an earlier attempt of this process
   peer.phase = Phase::kJoined;
   peer.vanished.clear();
   peer.link = std::move(link);
@@ -244,12 +244,12 @@ void ControlHub::handle(int rank, FrameType type, std::string_view body) {
 void ControlHub::take_beat(int rank, BeatFrame beat) {
   heard(rank);
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
-  if (peer.phase == Phase::kClosed) return;  // a relay had kept it
+  if (peer.phase == Phase::kClosed) return;  // a relay still had it
   ++peer.beat_count;
   peer.waits = std::move(beat.waits);
 }
 
-// What a relay hands on as it came.
+// Handles a frame that a relay passed on unchanged.
 void ControlHub::handle_relayed(int from, std::string_view body) {
   const auto relayed = RelayedFrame::decode(body);
   const bool may = relayed && is_rank(relayed->rank) &&
@@ -258,9 +258,9 @@ void ControlHub::handle_relayed(int from, std::string_view body) {
   handle(relayed->rank, relayed->type, relayed->body);
 }
 
-// Its last word on its own link: all that it was sent there it has read.
+// The last message on the rank's own link: it has read everything that was sent there.
 void ControlHub::move(int rank, std::string_view body) {
-  if (ended_) return;  // it is told so on that link
+  if (ended_) return;  // the rank hears of it on that link
   const auto parent = rank_in(body);
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
   if (!parent || *parent <= 0 || *parent >= rank || !peer.link) {
@@ -298,7 +298,7 @@ void ControlHub::close(int rank) {
   });
 }
 
-// It left, and nobody hears those any more who spoke through it.
+// The rank left: those that spoke through it can no longer be heard.
 void ControlHub::close_below(int rank) {
   for (int other = rank + 1; other < options_.own.size; ++other) {
     const bool is_open = peers_[static_cast<std::size_t>(other)].phase != Phase::kClosed;
@@ -372,8 +372,8 @@ void ControlHub::take(int from, const MergedFrame& frame) {
   answer(over, name, std::move(agreement));
 }
 
-// To those who have said something. This process's own last: when its caller goes on, all other
-// answers are on their way.
+// Answers the ranks that have said something, and this process last: once its caller continues, all
+// other answers are on their way.
 void ControlHub::answer(const Exchange& exchange, std::string name,
                         std::optional<Agreement> agreement) {
   const AnswerFrame frame{std::move(name), std::move(agreement)};
@@ -421,7 +421,7 @@ void ControlHub::end(WorldEnd world_end) {
   exchanges_.clear();
   exchange_names_.clear();
   const FrameBytes frame = make_frame(FrameType::kFail, ended_->encode());
-  // This process last: it may do much when it hears that.
+  // This process last: it may do a lot when it hears of the end.
   for (int rank = options_.own.size - 1; rank >= 0; --rank) send(rank, frame);
 }
 

@@ -1,10 +1,10 @@
-// Rank 0's end of all control links: matches exchanges, and judges failures for the whole world.
-// Ranks speak to it themselves or, in large worlds, through each other [Note: a tree of control
-// links].
+// Rank 0's end of all control links: matches exchanges and judges failures for the whole world.
+// Ranks speak to it directly or, in large worlds, through each other
+// [Note: a tree of control links].
 //
-// It does no I/O and has no thread: who owns it brings what came and the time, one call at a time,
-// and it sends by links. Rank 0 itself is a peer without a link: its frames come by handle(0, ..)
-// and go by `to_own`. After the first failure nothing is relayed any more.
+// It does no I/O and has no thread: the owner passes in messages and the time, one call at a time,
+// and it sends over links. Rank 0 is a peer without a link: its frames arrive through handle(0, ..)
+// and leave through `to_own`. After the first failure it relays nothing more.
 #pragma once
 
 #include <chrono>
@@ -30,9 +30,9 @@ class ControlHub {
  public:
   struct Options {
     JoinFrame own;               // what joining ranks must agree with
-    std::string welcome_secret;  // for ranks that have none of their own
+    std::string welcome_secret;  // for ranks that have none
     std::chrono::milliseconds timeout;
-    // Why ranks that knock may not get in, "" when they do: for the message about missing ranks.
+    // Why knocking ranks are not admitted, or "": for the message about missing ranks.
     std::function<std::string()> trouble_at_door;
   };
   using FrameHandler = std::function<void(FrameType type, std::string_view body)>;
@@ -40,26 +40,26 @@ class ControlHub {
   ControlHub(const OwnClock& clock, Options options, FrameHandler to_own);
 
   [[nodiscard]] bool admits(const JoinFrame& join) const { return !objection(join); }
-  // Whom it does not admit it tells why.
+  // Admits a rank, or refuses it and says why.
   void join(std::shared_ptr<FrameLink> link, const JoinFrame& join);
   void welcome_if_complete();
   void handle(int rank, FrameType type, std::string_view body);
   void heard(int rank);  // a sign of life
-  // The rank's link broke, which does not end its process; its process ended.
+  // The rank's link broke, which does not end its process; the rank's process ended.
   void link_broke(int rank, const std::string& reason);
   void process_ended(int rank) { lost(rank, "its process ended"); }
   void tick();
-  // The world ends, for the first reason given.
+  // Ends the world; the first reason counts.
   void end(WorldEnd world_end);
-  // Rank 0 leaves in order: tells the others, relays no more.
+  // Rank 0 exits in order: tells the others and stops relaying.
   void leave();
   void finish_sending();
 
   [[nodiscard]] bool all_joined() const { return welcomed_; }
   [[nodiscard]] bool ended() const { return ended_.has_value(); }
-  // Whose ranks called here last, "" when nobody's but this job's.
+  // The name of another job whose ranks called here last; "" if there was none.
   [[nodiscard]] const std::string& other_job() const { return other_job_; }
-  // No other rank has anything more to send or to receive.
+  // Whether no other rank has anything left to send or receive.
   [[nodiscard]] bool all_gone() const;
   [[nodiscard]] bool all_closed() const;  // said goodbye, or gone
   [[nodiscard]] std::vector<int> missing() const;
@@ -68,22 +68,22 @@ class ControlHub {
   enum class Phase : std::uint8_t { kAwaited, kJoined, kClosed };
   struct Peer {
     Phase phase = Phase::kAwaited;
-    std::shared_ptr<FrameLink> link;  // none: it speaks through its parent
+    std::shared_ptr<FrameLink> link;  // null: it speaks through its parent
     int parent = 0;
-    int closed_by = -1;  // who left and took its link along; -1: nobody
+    int closed_by = -1;  // the rank that left and cut this one off; -1: none
     std::string host;
     std::string process;
-    std::string vanished;  // why its connection ended before the welcome, if it has not come again
+    std::string vanished;  // why its connection ended before the welcome; empty once it is back
     std::chrono::milliseconds last_heard{0};
     std::int64_t beat_count = 0;
-    std::vector<BeatWait> waits;  // of the last beat
+    std::vector<BeatWait> waits;  // from the last beat
   };
   struct Exchange {
     std::uint64_t hash = 0;
     std::uint64_t group = 0;
-    std::vector<bool> came;  // by member
+    std::vector<bool> came;  // per member
     std::size_t missing_count = 0;
-    // Who spoke for them, whom to answer, this process last.
+    // The ranks that spoke for the members and get the answer, this process last.
     std::set<int, std::greater<>> from;
     Agreement agreement;
     bool while_open = false;
@@ -121,12 +121,12 @@ class ControlHub {
   bool left_ = false;
   std::optional<WorldEnd> ended_;
   std::vector<Peer> peers_;
-  std::deque<std::shared_ptr<FrameLink>> refused_;  // until they have read why
+  std::deque<std::shared_ptr<FrameLink>> refused_;  // until they have read the reason
   std::string other_job_;
   std::map<std::uint64_t, std::vector<int>> groups_;  // ascending members, by id
   std::map<std::string, Exchange, std::less<>> exchanges_;
   std::map<std::uint64_t, std::string> exchange_names_;  // by hash
-  // (waiting rank, wait id) -> since which of its beats it has waited for a rank that said goodbye.
+  // (waiting rank, wait id) -> the beat from which it has waited for a rank that said goodbye.
   std::map<std::pair<int, std::uint32_t>, std::int64_t> waits_on_closed_;
 };
 

@@ -1,4 +1,4 @@
-// The part of ControlHub that watches over time: beats, silence, and waits that last too long.
+// ControlHub's checks over time: beats, silence, and waits that last too long.
 #include <algorithm>
 
 #include "hsdp/comm/control/control_hub.h"
@@ -6,9 +6,8 @@
 namespace hsdp::comm {
 namespace {
 
-// A rank may have left after it did all its part, while the beat that tells of a wait for it was
-// still under way, or the waiting thread has not run since. Counted in beats: a rank that gets no
-// core sends none.
+// A rank may leave after doing its part while a beat that reports a wait for it is on its way, or
+// before the waiting thread runs again. Counted in beats: a rank without a core sends none.
 constexpr std::int64_t kBeatsAfterLeft = 4;
 
 }  // namespace
@@ -36,7 +35,7 @@ void ControlHub::tick() {
   if (auto world_end = judge(all, options_.timeout)) end(std::move(*world_end));
 }
 
-// A rank whose connection ended before the welcome comes again soon, if it lives.
+// A live rank whose connection ended before the welcome soon returns.
 void ControlHub::judge_vanished() {
   constexpr std::chrono::milliseconds kForReturning{1'000};
   for (std::size_t rank = 0; rank < peers_.size() && !ended_; ++rank) {
@@ -51,7 +50,7 @@ void ControlHub::send_beats() {
   beat.missing = missing();
   const FrameBytes frame = make_frame(FrameType::kBeat, beat.encode());
   for (const Peer& peer : peers_) {
-    // A peer that does not read needs no further beats.
+    // A peer that does not read needs no more beats.
     if (peer.link && peer.link->idle()) peer.link->send(frame);
   }
 }
@@ -77,7 +76,7 @@ std::vector<RankReport> ControlHub::reports() const {
       std::vector<int> awaited;
       if (wait.exchange != 0) {
         const auto name = exchange_names_.find(wait.exchange);
-        // Not pending: answered since that beat.
+        // Not pending: it was answered after that beat.
         if (name == exchange_names_.end()) continue;
         awaited = missing_in(exchanges_.find(name->second)->second);
       } else if (wait.peer >= 0 && wait.peer < options_.own.size) {
@@ -106,7 +105,7 @@ void ControlHub::judge_waits_on_closed(const std::vector<RankReport>& reports) {
       const std::int64_t beats = peers_[rank].beat_count;
       const std::int64_t since = seen == waits_on_closed_.end() ? beats : seen->second;
       still[key] = since;
-      // What a rank posts comes before its goodbye, so a missing post never comes any more.
+      // A rank's posts precede its goodbye, so a missing post will never arrive.
       if (wait.exchange == 0 && beats - since < kBeatsAfterLeft) continue;
       const int above = peers_[static_cast<std::size_t>(*closed)].closed_by;
       WorldEnd world_end =

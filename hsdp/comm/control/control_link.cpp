@@ -93,7 +93,7 @@ void ControlLink::close() {
   guard_.release();
   error_code ignored;
   socket_.close(ignored);
-  // Handlers may hold this link, and may be running right now.
+  // Handlers may hold this link and may be running now.
   handlers_ = std::make_shared<Handlers>();
   queue_.clear();
 }
@@ -150,8 +150,8 @@ void ControlLink::write_next() {
                     [self = shared_from_this()](error_code error, std::size_t) {
                       if (!self->open_) return;
                       if (error) {
-                        // What the peer sent before it left is still to be read; the reading side
-                        // then reports the end.
+                        // Read what the peer sent before it left; the reading side then reports the
+                        // end.
                         self->queue_.clear();
                         self->finishing_ = true;
                         return;

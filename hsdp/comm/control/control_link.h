@@ -1,7 +1,7 @@
-// One framed control connection, over a Unix or a TCP socket.
+// One framed control connection over a Unix or TCP socket.
 //
-// Lives on the I/O thread: every call and every callback happens there. send() queues and never
-// blocks. A peer that breaks the framing or its size limit is closed like one that left.
+// Lives on the I/O thread: every call and callback happens there. send() queues and never blocks. A
+// peer that violates the framing or its size limit is treated as one that left.
 #pragma once
 
 #include <sys/types.h>
@@ -29,8 +29,8 @@ class ControlLink final : public FrameLink, public std::enable_shared_from_this<
  public:
   struct Handlers {
     std::function<void(FrameType type, std::string_view body)> on_frame;
-    std::function<void(const std::string& reason)> on_closed;  // once, and not after close()
-    std::function<void()> on_progress;  // part of a long message came: a sign of life
+    std::function<void(const std::string& reason)> on_closed;  // once, and never after close()
+    std::function<void()> on_progress;  // part of a long message arrived: a sign of life
   };
 
   // Takes a connected stream socket.
@@ -38,10 +38,10 @@ class ControlLink final : public FrameLink, public std::enable_shared_from_this<
   ~ControlLink() override;
 
   void start(Handlers handlers, std::size_t max_body_bytes);
-  // From the next frame on.
+  // Applies from the next frame on.
   void set_max_body_bytes(std::size_t bytes) { max_body_bytes_ = bytes; }
   void set_handlers(Handlers handlers);
-  // From here on its messages are counted there, as those of that peer. It outlives the link.
+  // Counts all further messages in `traffic`, as those of `peer`. `traffic` must outlive the link.
   void count_in(ControlTraffic& traffic, int peer);
   void send(FrameBytes frame) override;
   [[nodiscard]] bool idle() const override { return queue_.empty(); }
@@ -49,11 +49,11 @@ class ControlLink final : public FrameLink, public std::enable_shared_from_this<
   void finish_sending() override;
   void close() override;
 
-  // The process at the other end of a Unix socket, where it is visible here.
+  // The process at the other end of a Unix socket, if it is visible here.
   [[nodiscard]] std::optional<pid_t> peer_pid() const;
   [[nodiscard]] bool is_unix() const { return is_unix_; }
-  // Keepalive and TCP_USER_TIMEOUT: a dead link breaks after min(30 s, timeout). Both ends need it:
-  // each sees only what it sends unanswered. No-op on Unix sockets.
+  // Sets keepalive and TCP_USER_TIMEOUT: a dead link breaks after min(30 s, timeout). Both ends
+  // must set them, since each notices only unanswered data that it sent. No effect on Unix sockets.
   void bound_dead_link(std::chrono::milliseconds timeout);
 
  private:

@@ -174,7 +174,7 @@ void ControlLoop::take_child(const std::shared_ptr<ControlLink>& link, const Joi
   handlers.on_closed = [this, child](const std::string&) { relay_->child_ended(child); };
   link->set_handlers(std::move(handlers));
   relay_->add(child, link);
-  link->send(make_frame(FrameType::kBeat, BeatFrame{}.encode()));  // it is taken
+  link->send(make_frame(FrameType::kBeat, BeatFrame{}.encode()));  // accepted
   if (const auto pid = link->peer_pid()) {
     watches_.try_emplace(child, io_, *pid, [this, child] { relay_->child_ended(child); });
   }
@@ -194,14 +194,14 @@ bool ControlLoop::follow_parent(UniqueFd socket, int parent,
     ControlLink::Handlers handlers;
     handlers.on_frame = [this, tell](FrameType type, std::string_view body) {
       tell(true);
-      // Rank 0 may be unable to say so itself.
+      // Rank 0 may be unable to report it.
       if (type == FrameType::kFail) from_parent(type, body);
     };
     handlers.on_closed = [tell](const std::string&) { tell(false); };
     next_link_->start(std::move(handlers), kMaxFrameBytes);
     next_link_->send(make_frame(FrameType::kJoin, own_.encode()));
   });
-  constexpr Millis kBetweenLooks{50};  // at whether the world has ended
+  constexpr Millis kBetweenLooks{50};  // between checks whether the world has ended
   const int slot = state_->begin_wait({.operation = "rendezvous", .peer = parent});
   auto status = std::future_status::timeout;
   while (status != std::future_status::ready && !state_->failed() &&
@@ -226,7 +226,7 @@ void ControlLoop::enter_tree(const ControlTree& tree) {
       if (next_link_) next_link_->close();
       return next_link_.reset();
     }
-    // What rank 0 still sends to the old link is read until it closes that.
+    // Keeps reading the old link until rank 0 closes it.
     ControlLink::Handlers handlers;
     handlers.on_frame = [this](FrameType type, std::string_view body) { from_parent(type, body); };
     link_->set_handlers(std::move(handlers));
@@ -239,7 +239,7 @@ void ControlLoop::enter_tree(const ControlTree& tree) {
 }
 
 void ControlLoop::start_thread() {
-  // The program's signals are for its own threads.
+  // Signals are for the application's threads.
   sigset_t all;
   sigset_t before;
   ::sigfillset(&all);
@@ -275,7 +275,7 @@ void ControlLoop::send(FrameType type, std::string body) {
 }
 
 void ControlLoop::fail(const WorldEnd& world_end) {
-  // Posted first: whoever the end wakes may stop this loop, and the others must still be told.
+  // Post first: a thread that the end wakes may stop this loop before the others are told.
   asio::post(io_, [this, world_end] { member_.fail(world_end); });
   state_->end(world_end);
 }
@@ -294,7 +294,7 @@ void ControlLoop::to_hub(FrameType type, const std::string& body) {
   }
 }
 
-// While this rank leaves, those may still be there that speak through it.
+// While this rank leaves, others may still speak through it.
 void ControlLoop::parent_closed(const std::string& reason) {
   if (member_.is_left() || (stop_ != Stop::kNo && (!relay_ || relay_->all_closed()))) return;
   lost_hub_ = stop_ == Stop::kNo;

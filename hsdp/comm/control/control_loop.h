@@ -1,9 +1,9 @@
-// The I/O thread of one rank's control connection: the hub, on rank 0, or the link to rank 0 or to
-// a rank between; links of ranks that speak through this one; heartbeats; descriptor passing; and
-// an orderly, bounded end.
+// The I/O thread of one rank's control connection. It runs the hub on rank 0, or the link to the
+// parent; links of ranks that speak through this one; heartbeats; descriptor passing; and an
+// orderly, bounded exit.
 //
-// send(), fail(), stop() and the other public calls may come from any thread and never block, but
-// for stop(), which is bounded.
+// All public calls, such as send(), fail() and stop(), may come from any thread. They never block,
+// except for stop(), whose wait is bounded.
 #pragma once
 
 #include <atomic>
@@ -39,30 +39,30 @@ class ControlLoop {
   ControlLoop(const ControlLoop&) = delete;
   ControlLoop& operator=(const ControlLoop&) = delete;
 
-  // One of these two, once. `listener` stays the caller's until stop_listening() or stop();
-  // -1: a world of one.
+  // Call one of these two, once. The caller keeps `listener` until stop_listening() or stop(); -1:
+  // a world of one rank.
   void start_as_hub(int listener, const std::string& secret, const std::string& welcome_secret);
   void start_as_rank(UniqueFd socket);
-  // The link to rank 0 ended before rank 0 said anything about it.
+  // The link to rank 0 ended before rank 0 reported a failure.
   [[nodiscard]] bool lost_hub() const { return lost_hub_; }
-  void stop_listening();  // waits until the I/O thread has let go of the listener
+  void stop_listening();  // waits until the I/O thread no longer uses the listener
 
   void send(FrameType type, std::string body);
   void fail(const WorldEnd& world_end);
   void run_callbacks_soon();
-  // The tree of control links [Note: a tree of control links]. Takes a listener for those that are
-  // to speak through this rank; then the socket to the one through which it will speak: whether
-  // that one has taken it is known before `end`. Then all ranks enter the same tree.
+  // Builds the tree of control links [Note: a tree of control links]. First a listener for the
+  // ranks that will speak through this one, then the socket to this rank's parent; follow_parent()
+  // returns whether the parent accepted it before `end`. Then all ranks enter the same tree.
   void lead_children(UniqueFd listener, std::vector<int> children);
   [[nodiscard]] bool follow_parent(UniqueFd socket, int parent,
                                    std::chrono::steady_clock::time_point end);
   void enter_tree(const ControlTree& tree);
-  // Descriptor passing: as the leader of `local_ranks`, or as one of the others.
+  // Passes descriptors, as the leader of `local_ranks` or as one of the others.
   void lead_descriptors(UniqueFd listener, std::vector<int> local_ranks);
   void follow_descriptors(UniqueFd socket, int leader);
   void send_descriptor(std::string exchange, UniqueFd fd);
 
-  // Says goodbye or flushes the failure, then ends the thread: about 2 s at most.
+  // Says goodbye or flushes the failure, then ends the thread, within about 2 s.
   void stop();
 
  private:
@@ -95,20 +95,20 @@ class ControlLoop {
   boost::asio::steady_timer tick_timer_;
   boost::asio::steady_timer stop_timer_;
   ControlMember member_;
-  // Rank 0.
+  // Only on rank 0.
   std::unique_ptr<ControlHub> hub_;
-  std::map<int, ProcessWatch> watches_;  // of ranks that speak to this one, on this host
+  std::map<int, ProcessWatch> watches_;  // ranks of this host that speak to this one
   std::unique_ptr<JoinListener> listener_;
   bool door_is_tcp_ = false;
-  // The others.
+  // Only on other ranks.
   std::shared_ptr<ControlLink> link_;       // to the parent
-  std::shared_ptr<ControlLink> next_link_;  // to the one in the tree, until it is entered
+  std::shared_ptr<ControlLink> next_link_;  // to the parent in the tree, until the tree is entered
   std::unique_ptr<ProcessWatch> parent_watch_;
   std::atomic<bool> lost_hub_{false};
-  // Those through which others speak.
+  // Only on ranks through which others speak.
   std::unique_ptr<ControlRelay> relay_;
   UniqueFd children_door_;
-  ControlTree tree_;  // once it is entered
+  ControlTree tree_;  // set when it is entered
 
   std::unique_ptr<DescriptorBroker> broker_;
   std::shared_ptr<DescriptorChannel> descriptors_;

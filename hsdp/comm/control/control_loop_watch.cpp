@@ -1,4 +1,4 @@
-// The part of ControlLoop that runs on timers: heartbeats, watching rank 0, and the orderly end.
+// ControlLoop's timers: heartbeats, the watch over rank 0, and the orderly exit.
 #include <algorithm>
 #include <boost/asio/post.hpp>
 #include <utility>
@@ -38,7 +38,7 @@ void ControlLoop::stop() {
   if (!thread_.joinable()) return;
   boost::asio::post(io_, [this] { begin_stop(); });
   thread_.join();
-  // What handlers hold of this object goes before its members do.
+  // Handlers refer to this object, so destroy them before its members.
   leader_watch_.reset();
   parent_watch_.reset();
   watches_.clear();
@@ -55,9 +55,9 @@ void ControlLoop::begin_stop() {
   continue_stop();
 }
 
-// A rank through which nobody speaks may go at once. The others stay while they may still be
-// needed: until those below have said goodbye, or know how the world ended; the hub, when it ended
-// during the rendezvous, until latecomers have been told; but not for long.
+// A rank without children may go immediately. Others stay for a bounded time, as they may be
+// needed: a relay until its ranks have said goodbye or know how the world ended; the hub, if the
+// rendezvous failed, until latecomers have been told.
 bool ControlLoop::may_stop_sending() const {
   constexpr Millis kForVerdict{500};
   constexpr Millis kForLatecomers{1'000};

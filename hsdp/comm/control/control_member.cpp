@@ -8,9 +8,9 @@
 namespace hsdp::comm {
 namespace {
 
-// How much later than rank 0 a rank judges by itself: only where rank 0 cannot.
+// How much later than rank 0 a rank judges by itself, in case rank 0 cannot.
 constexpr std::chrono::milliseconds kAfterHub{2'000};
-// A wait for a rank that said goodbye may just be ending.
+// A wait for a rank that said goodbye may be about to end.
 constexpr std::chrono::milliseconds kPatienceWithClosed{1'000};
 
 }  // namespace
@@ -109,7 +109,7 @@ void ControlMember::tick() {
   }
   const Millis since_left = state_->clock().now() - left_at_;
   for (const ActiveWait& wait : state_->active_waits()) {
-    // Without rank 0 no exchange is ever answered.
+    // Without rank 0, exchanges are never answered.
     const bool in_vain =
         who_left_ &&
         (wait.exchange != 0 ||

@@ -28,7 +28,7 @@ void ControlRelay::enter(const ControlTree& tree) {
   for (auto& [_, group] : groups_) count_members(group);
   entered_ = true;
   for (const auto& [child, link] : children_) {
-    if (!link->open()) child_ended(child);  // before anybody could be told
+    if (!link->open()) child_ended(child);  // before it could be told
   }
   for (auto next = exchanges_.begin(); next != exchanges_.end();) {
     next = settle(next->first, next->second) ? exchanges_.erase(next) : std::next(next);
@@ -114,7 +114,7 @@ void ControlRelay::take(int from, MergedFrame frame) {
   if (settle(name, exchange)) exchanges_.erase(name);
 }
 
-// True when the exchange is over.
+// Returns true when the exchange is over.
 bool ControlRelay::settle(const std::string& name, Exchange& exchange) {
   const Group& group = groups_.at(exchange.group);
   const bool all_came = exchange.came.size() >= group.here;
@@ -142,14 +142,14 @@ void ControlRelay::pass_on(Exchange& exchange) {
   handlers_.up(FrameType::kMerged, frame.encode());
 }
 
-// Before rank 0 hears that one of them has left: what a rank has said counts.
+// Before rank 0 hears that `child` has left: what a rank has said counts.
 void ControlRelay::pass_on_words_of(int child) {
   for (auto& [_, exchange] : exchanges_) {
     if (exchange.from.contains(child)) pass_on(exchange);
   }
 }
 
-// This process's own last: when its caller goes on, all other answers are on their way.
+// This process last: once its caller continues, all other answers are on their way.
 void ControlRelay::answer(const Exchange& exchange, std::string_view body) {
   const FrameBytes frame = make_frame(FrameType::kAnswer, body);
   for (const int child : exchange.from) {
@@ -187,9 +187,9 @@ bool ControlRelay::is_closed(int child) const {
 
 void ControlRelay::child_ended(int child) {
   const auto link = children_.find(child);
-  if (link == children_.end()) return;  // not of this tree
+  if (link == children_.end()) return;  // not in this tree
   link->second->close();
-  // Of those who spoke through it, too, nothing more comes.
+  // Nothing more comes from the ranks that spoke through it, either.
   pass_on_words_of(child);
   if (!is_closed(child)) handlers_.up(FrameType::kProcessEnd, rank_body(child));
   std::erase_if(open_, [&](int rank) { return through_.at(rank) == child; });
@@ -199,7 +199,7 @@ void ControlRelay::handle_from_parent(FrameType type, std::string_view body) {
   switch (type) {
     case FrameType::kAnswer: {
       auto exchange = exchanges_.extract(AnswerFrame::exchange_of(body));
-      if (exchange.empty()) return handlers_.to_own(type, body);  // of before enter()
+      if (exchange.empty()) return handlers_.to_own(type, body);  // from before enter()
       return answer(exchange.mapped(), body);
     }
     case FrameType::kRelayed: {

@@ -1,10 +1,10 @@
-// A rank through which others speak to rank 0: merges what they say, so that one message goes up
-// for all of them, and hands down what comes back [Note: a tree of control links].
+// A rank through which others speak to rank 0: merges their messages into one for the parent, and
+// passes answers down [Note: a tree of control links].
 //
-// What all that are below it have said in an exchange goes up at once; where some are missing, what
-// there is goes up after a tick or two, so rank 0 always knows who has not come. An exchange whose
-// members are all below it, or itself, it answers. It judges nothing: that is rank 0's. Like
-// ControlHub it does no I/O and has no thread.
+// It sends an exchange up as soon as all ranks below have spoken. If some are missing, it sends
+// what it has after a tick or two, so rank 0 always knows who is missing. An exchange among only
+// this rank and ranks below is answered here. Judgement is left to rank 0. Like ControlHub it does
+// no I/O and has no thread.
 #pragma once
 
 #include <cstdint>
@@ -31,43 +31,41 @@ class ControlRelay {
 
   ControlRelay(int rank, int size, Handlers handlers);
 
-  // A child has connected. Until enter() all that children say stays here.
+  // Adds a connected child. Until enter(), messages of children stay here.
   void add(int child, std::shared_ptr<FrameLink> link);
-  // From now on this rank's own frames come here, too. Children that are not in the tree are let
-  // go.
+  // From now on this rank's own frames also come here. Children outside the tree are dropped.
   void enter(const ControlTree& tree);
   [[nodiscard]] bool entered() const { return entered_; }
 
-  // Of a child, or of this rank.
+  // From a child, or from this rank.
   void handle(int from, FrameType type, std::string_view body);
   void handle_from_parent(FrameType type, std::string_view body);
   void child_ended(int child);
-  // Beats go up only if `may_beat`.
   void tick(bool may_beat);
-  // The world has ended, and the parent cannot say so.
+  // The world has ended, and the parent cannot report it.
   void end(const WorldEnd& world_end);
   [[nodiscard]] bool ended() const { return ended_; }
-  // This rank leaves in order, whoever is left below.
+  // This rank exits in order, even if ranks below remain.
   void leave();
   void finish_sending();
 
-  [[nodiscard]] bool all_closed() const;  // below: said goodbye, or gone
+  [[nodiscard]] bool all_closed() const;  // all ranks below have said goodbye or are gone
   [[nodiscard]] bool all_gone() const;
 
  private:
   struct Group {
     std::vector<int> members;
-    std::size_t here = 0;  // of them, below or this rank
-    bool named = false;    // to the parent
+    std::size_t here = 0;  // members that are below, or this rank
+    bool named = false;    // the parent knows it
   };
   struct Exchange {
     std::uint64_t group = 0;
     std::string key;
     bool while_open = false;
     std::set<int> came;
-    std::vector<int> fresh;  // of these, whose words are still here
-    Agreement agreement;     // of the fresh
-    std::set<int> from;      // children, or this rank: whom to answer
+    std::vector<int> fresh;  // members whose words are still here
+    Agreement agreement;     // of the fresh members
+    std::set<int> from;      // children, or this rank, that get the answer
     bool passed_on = false;
     bool aged = false;  // a tick has passed
   };
@@ -92,7 +90,7 @@ class ControlRelay {
   bool entered_ = false;
   bool ended_ = false;
   std::map<int, std::shared_ptr<FrameLink>> children_;
-  std::map<int, int> through_;  // rank below -> child
+  std::map<int, int> through_;  // rank below -> child that leads to it
   std::set<int> open_;          // ranks below that have not said goodbye
   std::map<std::uint64_t, Group> groups_;
   std::map<std::string, Exchange, std::less<>> exchanges_;

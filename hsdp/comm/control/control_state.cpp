@@ -89,7 +89,7 @@ std::vector<UniqueFd> ControlState::take_descriptors(const std::string& exchange
 std::optional<Agreement> ControlState::take_while_open(const std::string& exchange,
                                                        WaitState waiting) {
   Lock lock(mutex_);
-  // Rank 0 may have left before it could answer: no exchange of which it is told as awaited.
+  // Rank 0 may have left without answering, so this exchange is not reported as awaited.
   wait_until(lock, waiting, 0, [&] { return hub_left_ || answers_.contains(exchange); });
   auto answer = answers_.extract(exchange);
   return answer.empty() ? std::nullopt : std::move(answer.mapped());
@@ -134,7 +134,7 @@ Failure ControlState::describe(const std::optional<WaitState>& doing) const {
   std::string after = ", " + seconds_text(clock_.now()) + " after the world began";
   std::optional<ActiveWait> wait = wait_at_end_;
   if (!wait && !doing) {
-    // It was on its way into a wait when the world ended.
+    // It was about to wait when the world ended.
     const std::vector<ActiveWait> waits = active_waits();
     if (!waits.empty()) wait = waits.front();
   }
@@ -144,7 +144,7 @@ Failure ControlState::describe(const std::optional<WaitState>& doing) const {
   } else if (doing) {
     operation = operation_text(doing->operation, doing->bucket);
   }
-  if (failure.kind != FailureKind::kPeerLost) after.clear();  // its message has the time
+  if (failure.kind != FailureKind::kPeerLost) after.clear();  // its message contains the time
   failure.message = (operation.empty() ? "world" : operation) + ": " + failure.message + after +
                     "; save what you need and restart the job";
   if (failure.kind == FailureKind::kTimeout && at_descriptor_limit()) {
@@ -159,9 +159,9 @@ std::shared_ptr<void> ControlState::on_failure(std::function<void()> wake) {
   const std::lock_guard lock(mutex_);
   std::erase_if(callbacks_, [](const auto& weak) { return weak.expired(); });
   callbacks_.push_back(callback);
-  // The handle's end waits for a callback that runs right now.
+  // Dropping the handle waits for a running callback.
   return {callback.get(), [callback](void*) {
-            std::function<void()> dropped;  // what it holds goes outside the lock
+            std::function<void()> dropped;  // destroyed outside the lock
             const std::lock_guard callback_lock(callback->mutex);
             dropped.swap(callback->wake);
           }};

@@ -1,7 +1,5 @@
-// What the callers of a control connection and its I/O thread share: answers that came in, what is
-// being waited for, and the failure that ended the world.
-//
-// Thread-safe. Knows nothing of sockets.
+// The state that callers of a control connection share with its I/O thread: answers that arrived,
+// current waits, and the failure that ended the world. Thread-safe. Knows nothing of sockets.
 #pragma once
 
 #include <atomic>
@@ -40,12 +38,12 @@ class ControlState {
   }
   void end_wait(int slot) { slots_.end(slot); }
 
-  // By whoever brings what came.
+  // Called by the receiving thread.
   void deliver(const std::string& exchange, std::optional<Agreement> agreement);
   void deliver_descriptor(const std::string& exchange, int from, UniqueFd fd);
   void welcome(WelcomeFrame frame);
   void hub_left();
-  // A call for a descriptor met the limit of open files just now, and will be made again.
+  // A call for a descriptor has just hit the limit of open files, and will be retried.
   void note_descriptor_limit() { limit_met_ms_.store(clock_.now().count()); }
   void hear(std::string_view topic, int from, std::string_view message) {
     listeners_.call(topic, from, message);
@@ -53,18 +51,18 @@ class ControlState {
 
   [[nodiscard]] bool at_descriptor_limit() const;
 
-  // By callers: each waits for what it names, or throws what ended the world. What has come counts,
-  // though the world ended since.
+  // Called by callers. Each waits for the named exchange, or throws the error that ended the world.
+  // What has arrived counts, even if the world has ended since.
   [[nodiscard]] Agreement take(const std::string& exchange, WaitState waiting);
-  // Nothing when it has not come after `time`. A wait like the others meanwhile, but a young one.
+  // Returns nothing after `time`. Each call is a new wait, so calling again does not time out.
   [[nodiscard]] std::optional<Agreement> take_within(const std::string& exchange, WaitState waiting,
                                                      std::chrono::milliseconds time);
-  // One from each member but `own_rank`, in the order of the members.
+  // One from each member except `own_rank`, in the order of the members.
   [[nodiscard]] std::vector<UniqueFd> take_descriptors(const std::string& exchange,
                                                        std::span<const int> members, int own_rank,
                                                        WaitState waiting);
   [[nodiscard]] WelcomeFrame await_welcome();
-  // As take(); nothing when a member has closed its world.
+  // Like take(), but returns nothing if a member has closed its world.
   [[nodiscard]] std::optional<Agreement> take_while_open(const std::string& exchange,
                                                          WaitState waiting);
 
@@ -72,26 +70,26 @@ class ControlState {
     return listeners_.add(topic, std::move(hear));
   }
 
-  // The first one stays; true if this was it. Wakes all callers, but not the callbacks.
+  // Records the first end; true if this was it. Wakes all callers, but does not run callbacks.
   bool end(const WorldEnd& world_end);
-  // Acquire: who sees it sees what peers wrote before they left.
+  // Acquire: a thread that reads true also sees what peers wrote before they left.
   [[nodiscard]] bool failed() const { return failed_.load(std::memory_order_acquire); }
   void throw_if_failed(const std::optional<WaitState>& doing = std::nullopt) const {
     if (failed()) throw_failure_of(doing);
   }
   [[nodiscard]] std::optional<WorldEnd> how_it_ended() const;
   [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake);
-  // Calls those that have not been called yet. By the I/O thread, after end().
+  // Runs the callbacks not yet called. For the I/O thread, after end().
   void run_callbacks();
 
  private:
   struct Callback {
-    std::recursive_mutex mutex;  // the callback may drop its own handle
+    std::recursive_mutex mutex;  // recursive: the callback may drop its own handle
     std::function<void()> wake;
   };
   using Lock = std::unique_lock<std::mutex>;
 
-  // Also tells the operation, bucket and seconds where the end only names a rank.
+  // Adds the operation, bucket and seconds if the end only names a rank.
   [[noreturn]] void throw_failure_of(const std::optional<WaitState>& doing) const;
   [[nodiscard]] Failure describe(const std::optional<WaitState>& doing) const;
   template <typename Ready>

@@ -1,4 +1,4 @@
-// Counts what goes over each link of a rank's control connection. Thread-safe.
+// Counts the messages and bytes on each link of a rank's control connection. Thread-safe.
 #pragma once
 
 #include <cstddef>

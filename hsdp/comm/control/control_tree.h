@@ -1,8 +1,8 @@
-// Through whom each rank speaks to rank 0.
+// Which rank each rank speaks through to reach rank 0.
 //
-// Up to kFanOut others speak to it themselves. Where there are more, the lowest rank of each host
-// does, and the others of a host speak through ranks of their own host, at most kFanOut through
-// each. Pure: all ranks come to the same tree.
+// Up to kFanOut other ranks speak to rank 0 directly. With more, only the lowest rank of each host
+// does; the others speak through ranks of their host, at most kFanOut through each. A pure
+// function: all ranks compute the same tree.
 #pragma once
 
 #include <string>
@@ -17,14 +17,14 @@ class ControlTree {
   ControlTree() = default;
   explicit ControlTree(const std::vector<std::string>& hosts, int fan_out = kFanOut);
 
-  // Of rank 0: -1. Lower than the rank.
+  // -1 for rank 0; otherwise lower than `rank`.
   [[nodiscard]] int parent(int rank) const { return parents_[static_cast<std::size_t>(rank)]; }
-  // This rank can reach rank 0 only by itself.
+  // `rank` can reach rank 0 only directly.
   void cut(int rank) { parents_[static_cast<std::size_t>(rank)] = 0; }
   [[nodiscard]] std::vector<int> children(int rank) const;
-  // Who speaks through it, itself left out. Ascending.
+  // The ranks that speak through `rank`, ascending, without itself.
   [[nodiscard]] std::vector<int> below(int rank) const;
-  // Everybody speaks to rank 0 itself.
+  // Whether every rank speaks to rank 0 directly.
   [[nodiscard]] bool is_flat() const;
   [[nodiscard]] int size() const { return static_cast<int>(parents_.size()); }
 

@@ -1,4 +1,4 @@
-// Passes file descriptors between the ranks of one host: the leader, its lowest rank, brokers.
+// Passes file descriptors between the ranks of one host, through the leader, its lowest rank.
 //
 // Lives on the leader's I/O thread. It also watches the processes of its ranks.
 #pragma once
@@ -26,29 +26,29 @@ class DescriptorBroker {
   struct Handlers {
     std::function<void(const std::string& exchange, int from, UniqueFd fd)> to_own;
     std::function<void(int rank)> on_process_end;
-    std::function<bool(int rank)> is_watched;  // by somebody else: once is enough
-    std::function<void()> on_limit;  // a call for a descriptor met the limit; it is made again
+    std::function<bool(int rank)> is_watched;  // another watch covers this rank
+    std::function<void()> on_limit;  // a call for a descriptor hit the limit; it will be retried
   };
 
-  // Takes a listening, non-blocking SOCK_SEQPACKET socket; `local_ranks` are ascending, the first
-  // is the leader itself.
+  // Takes a listening, non-blocking SOCK_SEQPACKET socket. `local_ranks` are ascending; the first
+  // is the leader.
   DescriptorBroker(boost::asio::io_context& io, UniqueFd listener, std::vector<int> local_ranks,
                    Handlers handlers);
   ~DescriptorBroker();
   DescriptorBroker(const DescriptorBroker&) = delete;
   DescriptorBroker& operator=(const DescriptorBroker&) = delete;
 
-  // A descriptor of `rank` for the exchange of that name.
+  // Passes on a descriptor from `rank` for `exchange`.
   void post(int rank, const std::string& exchange, UniqueFd fd);
-  // Of processes that somebody else watches by now.
+  // Stops watching processes for which is_watched() is now true.
   void drop_needless_watches();
 
-  // Of an exchange, and of whom it is.
+  // The name of an exchange: its key and its members.
   [[nodiscard]] static std::string name(std::string_view key, std::span<const int> members);
-  // What a rank sends first, and what it gets with each descriptor.
+  // The first message of a rank, and the text that comes with each descriptor.
   [[nodiscard]] static std::string hello(int rank);
   [[nodiscard]] static std::string envelope(const std::string& exchange, int from);
-  // Splits an envelope; false when it is none.
+  // Parses an envelope; false if it is malformed.
   [[nodiscard]] static bool open_envelope(const std::string& text, std::string& exchange,
                                           int& from);
 

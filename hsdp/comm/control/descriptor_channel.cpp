@@ -70,8 +70,8 @@ void DescriptorChannel::read_later() {
   });
 }
 
-// Looks first: a message whose descriptor finds no free number stays in the socket. It would be
-// lost if it were taken, and other threads take numbers at any moment.
+// Peeks first. If no descriptor number is free, the message stays in the socket; reading it would
+// lose its descriptor. Other threads may use up numbers at any time.
 DescriptorChannel::Read DescriptorChannel::read_one() {
   std::vector<char> text(kMaxTextBytes);
   iovec part{text.data(), text.size()};
@@ -96,7 +96,7 @@ DescriptorChannel::Read DescriptorChannel::read_one() {
     close();
     return Read::kNothing;
   }
-  ::recv(socket, text.data() + size, 0, MSG_DONTWAIT);  // takes what was seen
+  ::recv(socket, text.data() + size, 0, MSG_DONTWAIT);  // consumes what was peeked
   const auto handlers = handlers_;
   if (handlers->on_message) {
     handlers->on_message(std::string(text.data(), static_cast<std::size_t>(size)), std::move(fd));
@@ -138,7 +138,7 @@ void DescriptorChannel::write_ready() {
     } else if (errno == EAGAIN || errno == EINTR || errno == ENOBUFS || errno == ETOOMANYREFS) {
       return write_later();
     } else {
-      // The peer is gone, which its control connection tells; what it sent is still read.
+      // The peer is gone, as its control connection reports; still read what it sent.
       queue_.clear();
     }
   }

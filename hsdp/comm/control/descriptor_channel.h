@@ -1,7 +1,6 @@
-// Carries short messages, each with one file descriptor, over a Unix SOCK_SEQPACKET socket.
+// Sends short messages, each with one file descriptor, over a Unix SOCK_SEQPACKET socket.
 //
-// Lives on the I/O thread. send() queues and never blocks. A message that breaks the format closes
-// the channel.
+// Lives on the I/O thread. send() queues and never blocks. A malformed message closes the channel.
 #pragma once
 
 #include <sys/types.h>
@@ -26,9 +25,9 @@ class DescriptorChannel : public std::enable_shared_from_this<DescriptorChannel>
   static constexpr std::size_t kMaxTextBytes = 60U << 10U;
 
   struct Handlers {
-    // A message without a descriptor comes with an empty `fd`.
+    // `fd` is empty for a message without a descriptor.
     std::function<void(const std::string& text, UniqueFd fd)> on_message;
-    std::function<void()> on_limit;  // no descriptor is free for what came: it waits
+    std::function<void()> on_limit;  // no descriptor number is free: the message waits
   };
 
   DescriptorChannel(boost::asio::io_context& io, UniqueFd socket);
@@ -47,7 +46,7 @@ class DescriptorChannel : public std::enable_shared_from_this<DescriptorChannel>
     std::string text;
     std::shared_ptr<const UniqueFd> fd;  // shared by all receivers
   };
-  enum class Read : std::uint8_t { kMessage, kNothing, kNoRoom };  // nothing: now, or closed
+  enum class Read : std::uint8_t { kMessage, kNothing, kNoRoom };  // nothing yet, or closed
   void read_next();
   void read_later();
   [[nodiscard]] Read read_one();

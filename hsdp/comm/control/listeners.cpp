@@ -11,7 +11,7 @@ std::shared_ptr<void> Listeners::add(std::string_view topic, Control::Hear hear)
   std::erase_if(listeners_, [](const auto& entry) { return entry.second.expired(); });
   listeners_[std::string(topic)] = listener;
   return {listener.get(), [listener](void*) {
-            std::shared_ptr<Control::Hear> dropped;  // what it holds goes outside the lock
+            std::shared_ptr<Control::Hear> dropped;  // destroyed outside the lock
             const std::lock_guard listener_lock(listener->mutex);
             dropped.swap(listener->hear);
           }};
@@ -26,7 +26,7 @@ void Listeners::call(std::string_view topic, int from, std::string_view message)
   }
   if (listener == nullptr) return;
   const std::lock_guard lock(listener->mutex);
-  const auto hear = listener->hear;  // a share: it stays while it runs
+  const auto hear = listener->hear;  // a share, so that it lives while it runs
   if (hear != nullptr) (*hear)(from, message);
 }
 

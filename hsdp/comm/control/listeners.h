@@ -1,6 +1,4 @@
-// Who listens to which topic on one rank: the receiving end of Control::tell().
-//
-// Thread-safe.
+// The listeners of one rank, by topic: the receiving end of Control::tell(). Thread-safe.
 #pragma once
 
 #include <map>
@@ -15,13 +13,13 @@ namespace hsdp::comm {
 
 class Listeners {
  public:
-  // See Control::listen(). One listener a topic: a later one takes its place.
+  // See Control::listen(). One listener per topic; a new one replaces it.
   [[nodiscard]] std::shared_ptr<void> add(std::string_view topic, Control::Hear hear);
   void call(std::string_view topic, int from, std::string_view message);
 
  private:
   struct Listener {
-    std::recursive_mutex mutex;  // it may drop its own handle
+    std::recursive_mutex mutex;  // recursive: the listener may drop its own handle
     std::shared_ptr<Control::Hear> hear;
   };
 

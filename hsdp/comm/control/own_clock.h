@@ -1,7 +1,7 @@
-// Time as this process lived it: a stop (SIGSTOP, a suspended machine) counts as two ticks at most,
-// so that a rank that was stopped and continued does not accuse others of its own absence.
+// Time as this process experienced it: a stop (SIGSTOP, a suspended machine) counts as at most two
+// ticks, so that a rank that was stopped and continued does not blame others for its own absence.
 //
-// One thread ticks, any thread reads.
+// One thread ticks; any thread may read.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ class OwnClock {
  public:
   static constexpr std::chrono::milliseconds kTick{250};
 
-  using Source = std::int64_t (*)(const void* of);  // milliseconds that never go back
+  using Source = std::int64_t (*)(const void* of);  // monotonic milliseconds
 
   static std::int64_t steady_ms(const void* /*of*/) {
     return std::chrono::duration_cast<std::chrono::milliseconds>(
@@ -23,7 +23,7 @@ class OwnClock {
         .count();
   }
 
-  // A simulation has a source of its own.
+  // A simulation passes another source.
   explicit OwnClock(Source source = steady_ms, const void* of = nullptr)
       : source_(source), of_(of), last_tick_ms_(source(of)) {}
 

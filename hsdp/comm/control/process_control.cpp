@@ -16,7 +16,7 @@ namespace hsdp::comm {
 
 ProcessControl::~ProcessControl() {
   if (is_usable()) return;
-  // Thread and descriptors are the parent's: nothing here can be joined, closed or freed.
+  // Thread and descriptors belong to the parent: a child cannot join, close or free them.
   static_cast<void>(loop_.release());
   // NOLINTNEXTLINE(cppcoreguidelines-owning-memory): left alive on purpose
   static_cast<void>(new (std::nothrow) std::shared_ptr<ControlState>(state()));
@@ -54,7 +54,7 @@ std::vector<UniqueFd> ProcessControl::exchange_descriptors(std::string_view key,
     return own;
   }
   loop_->send_descriptor(exchange, std::move(copy));
-  // The broker has no view of who is missing; rank 0 has, so the ranks also meet there.
+  // The ranks also meet at rank 0: unlike the broker, it knows which ones are missing.
   const WaitState waiting{"exchange_descriptors"};
   static_cast<void>(this->exchange(std::string(key) + " descriptors", members, "", waiting));
   return state()->take_descriptors(exchange, members, rank(), waiting);

@@ -1,8 +1,7 @@
-// Control of a rank that is a process of its own: rank 0 relays over Unix sockets (one host) or
-// TCP.
+// Control of a rank that is a process: rank 0 relays over Unix sockets (one host) or TCP.
 //
-// Owns one I/O thread. A forked child may neither use nor close it: every call there throws
-// UsageError, and its copy is leaked on purpose.
+// Owns one I/O thread. A forked child can neither use nor close it: every call there throws
+// UsageError, and the child's copy is leaked on purpose.
 #pragma once
 
 #include <chrono>
@@ -22,8 +21,8 @@ namespace hsdp::comm {
 
 class ProcessControl final : public RankControl {
  public:
-  // Rendezvous with all ranks of the job. TimeoutError names who did not join, PeerLostError who
-  // joined and died, UsageError what is not set.
+  // Meets all ranks of the job. Throws TimeoutError with the ranks that did not join, PeerLostError
+  // for one that joined and died, and UsageError for missing settings.
   ProcessControl(const LaunchEnvironment& launch, std::chrono::milliseconds timeout);
   ~ProcessControl() override;
   ProcessControl(const ProcessControl&) = delete;
@@ -61,7 +60,7 @@ class ProcessControl final : public RankControl {
   std::uint32_t generation_;
   std::string address_ = "127.0.0.1";
   std::string secret_;
-  std::string process_ = random_secret();  // tells rank 0 a second attempt from a second process
+  std::string process_ = random_secret();  // the same in a second attempt, not in a second process
   std::string host_;
   std::vector<bool> shares_;
   std::unique_ptr<ControlLoop> loop_;

@@ -32,7 +32,7 @@ struct ProcessWatch::State : std::enable_shared_from_this<State> {
                           });
   }
 
-  // Its connections end now too, unless a child holds them: what came that way comes first.
+  // Its connections end now, too, unless a child holds them; what they carried counts first.
   void ended() {
     constexpr std::chrono::milliseconds kForConnections{500};
     after(kForConnections, [this] {

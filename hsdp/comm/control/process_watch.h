@@ -1,8 +1,8 @@
-// Tells when a process of this host ends, even while a forked child of it keeps its sockets open.
+// Reports the end of a process of this host, even while a forked child of it keeps its sockets
+// open.
 //
-// Lives on the I/O thread. Where the kernel has no pidfd, or the process is not visible from here,
-// it watches nothing, and the connection's end is all there is. At the limit of open files it tries
-// again until it gets a descriptor.
+// Lives on the I/O thread. Without a pidfd in the kernel, or if the process is not visible from
+// here, it watches nothing; the connection's end must do. At the limit of open files it retries.
 #pragma once
 
 #include <sys/types.h>
@@ -19,7 +19,7 @@ namespace hsdp::comm {
 
 class ProcessWatch {
  public:
-  // `on_end` is called once, a moment after the end: what the process had sent is read first.
+  // Calls `on_end` once, shortly after the end, so that what the process sent is read first.
   ProcessWatch(boost::asio::io_context& io, pid_t pid, std::function<void()> on_end);
   ~ProcessWatch();
   ProcessWatch(const ProcessWatch&) = delete;

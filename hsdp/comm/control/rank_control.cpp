@@ -36,7 +36,7 @@ void RankControl::post(std::string_view key, std::span<const int> members, const
 void RankControl::send_post(std::span<const int> members, PostFrame frame) {
   frame.group = group_id(members);
   std::string body = frame.encode();
-  // An answer holds all messages, or a few, and must fit into one frame.
+  // An answer, which holds some or all of the messages, must fit into one frame.
   constexpr std::size_t kOverheadBytes = 64U << 10U;
   const std::size_t kept = frame.saying.keeps_all ? members.size() : Agreement::kMostTexts;
   const std::size_t limit = (kMaxFrameBytes - kOverheadBytes) / std::min(members.size(), kept);
@@ -45,7 +45,7 @@ void RankControl::send_post(std::span<const int> members, PostFrame frame) {
                      " ranks: expected at most " + std::to_string(limit) + " bytes, got " +
                      std::to_string(body.size()));
   }
-  if (failed()) return;  // collect() tells, and knows what the caller was doing
+  if (failed()) return;  // collect() throws, and knows what the caller was doing
   {
     const std::lock_guard lock(mutex_);
     if (!named_groups_.contains(frame.group)) {
@@ -95,7 +95,7 @@ void RankControl::tell(int peer, std::string_view topic, std::string_view messag
   require_other_rank(peer, rank_, size_);
   TellFrame frame{peer, std::string(topic), std::string(message)};
   std::string body = frame.encode();
-  constexpr std::size_t kMost = kMaxFrameBytes - 64;  // a relay adds whose it is
+  constexpr std::size_t kMost = kMaxFrameBytes - 64;  // a relay adds the rank
   if (body.size() > kMost) {
     throw UsageError("control: tell: expected at most " + std::to_string(kMost) + " bytes, got " +
                      std::to_string(body.size()));

@@ -1,5 +1,5 @@
-// What the controls of ranks that are processes and of ranks that are threads have in common: calls
-// are checked here and become messages to rank 0, and what came is in the ControlState.
+// The shared part of Control for ranks that are processes and ranks that are threads: checks calls
+// and turns them into messages to rank 0; what arrives is in the ControlState.
 #pragma once
 
 #include <chrono>
@@ -52,26 +52,26 @@ class RankControl : public Control {
   [[nodiscard]] virtual bool is_usable() const { return true; }
   void require_usable() const;
   void require_member(std::span<const int> members) const;
-  // To rank 0; never blocks.
+  // Sends to rank 0; never blocks.
   virtual void send(FrameType type, std::string body) = 0;
   virtual void end_world(const WorldEnd& world_end) = 0;
   virtual void run_callbacks_soon() = 0;
 
   [[nodiscard]] const std::shared_ptr<ControlState>& state() const { return state_; }
-  // They are named again, to another rank.
+  // Makes send_post() name each group again, to another rank.
   void forget_groups();
-  // Before the first call of a user.
+  // Call before the user's first call.
   void set_state(std::shared_ptr<ControlState> state) { state_ = std::move(state); }
 
  private:
-  // The group is named before its first exchange.
+  // Names the group before its first exchange.
   void send_post(std::span<const int> members, PostFrame frame);
 
   int rank_;
   int size_;
   std::chrono::milliseconds timeout_;
   std::shared_ptr<ControlState> state_;
-  std::mutex mutex_;  // of the next
+  std::mutex mutex_;  // guards the next member
   std::set<std::uint64_t> named_groups_;
 };
 

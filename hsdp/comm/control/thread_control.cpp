@@ -1,5 +1,5 @@
-// Control for ranks that are threads of one process: the hub of rank 0 and the members of all ranks
-// in one place, and links of memory between them.
+// Control for ranks that are threads of one process: rank 0's hub and the members of all ranks in
+// one object, linked through memory.
 #include <fcntl.h>
 
 #include <condition_variable>
@@ -25,9 +25,9 @@ std::string_view body_of(const FrameBytes& frame) {
   return std::string_view{*frame}.substr(kFrameHeaderBytes);
 }
 
-// A message goes on to its rank at once, on the thread of whoever sends it, but for those that a
-// listener hears and what comes behind them. They have a thread of their own, so that a listener
-// may send, lock and close what it likes; it may not wait for long, as that thread also ticks.
+// The sending thread delivers a message to its rank directly, unless a listener hears it or it
+// comes after such a message. Those are delivered by a separate thread, so that a listener may
+// send, lock and close anything. It must not wait for long, because that thread also ticks.
 class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
  public:
   ThreadWorld(int size, Millis timeout) : ranks_(static_cast<std::size_t>(size)) {
@@ -60,7 +60,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
       closing_ = true;
     }
     changed_.notify_all();
-    // A listener may have held the last control.
+    // A listener may have dropped the last control.
     thread_.get_id() == std::this_thread::get_id() ? thread_.detach() : thread_.join();
   }
 
@@ -124,7 +124,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
       } catch (const std::exception& error) {
         if (!lock) lock.lock();
         hub_->end(end_by_error(0, error));
-        end_is_due_ = true;  // for those that were not called any more
+        end_is_due_ = true;  // for callbacks not called yet
       }
     }
   }
@@ -169,7 +169,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
     hub_->tick();
   }
 
-  std::mutex mutex_;  // of all that follows, but for the states, which lock for themselves
+  std::mutex mutex_;  // guards everything below, except the states, which have their own locks
   std::condition_variable changed_;
   std::vector<Rank> ranks_;
   std::unique_ptr<ControlHub> hub_;
@@ -178,7 +178,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
       std::chrono::steady_clock::now() + OwnClock::kTick;
   bool end_is_due_ = false;
   bool closing_ = false;
-  std::thread thread_;  // keeps the world until it ends
+  std::thread thread_;  // keeps the world alive until it ends
 };
 
 class ThreadControl final : public RankControl {
@@ -209,7 +209,7 @@ class ThreadControl final : public RankControl {
       if (members[i] == rank()) continue;
       descriptors[i].reset(::fcntl(std::stoi(numbers[i]), F_DUPFD_CLOEXEC, 0));
     }
-    // Nobody closes its own before everyone has a copy.
+    // No rank closes its descriptors before all have copies.
     static_cast<void>(exchange(prefix + "#taken", members, "", waiting));
     return descriptors;
   }

@@ -1,5 +1,4 @@
-// What the threads of this rank are waiting for, published with each heartbeat. Any thread may
-// call.
+// What the threads of this rank are waiting for, published with each heartbeat. Thread-safe.
 #pragma once
 
 #include <chrono>
@@ -13,17 +12,17 @@
 namespace hsdp::comm {
 
 struct ActiveWait {
-  std::uint32_t id = 0;   // differs from wait to wait of one rank
-  std::string operation;  // as in WaitState, and bucket and peer
+  std::uint32_t id = 0;   // unique among the waits of a rank
+  std::string operation;  // from WaitState, like bucket and peer
   int bucket = -1;
   int peer = -1;
-  std::uint64_t exchange = 0;  // of a collect(), 0: none
+  std::uint64_t exchange = 0;  // of a collect(); 0: none
   std::chrono::milliseconds age{0};
 };
 
 class WaitSlots {
  public:
-  // `now` is the rank's own clock. Returns the slot, for end().
+  // `now` is the rank's OwnClock. Returns the slot for end().
   [[nodiscard]] int begin(const WaitState& state, std::uint64_t exchange,
                           std::chrono::milliseconds now);
   void end(int slot);
@@ -37,7 +36,7 @@ class WaitSlots {
   };
 
   mutable std::mutex mutex_;
-  std::vector<Slot> slots_;  // kept when a wait ends: waits come and go, their texts hardly change
+  std::vector<Slot> slots_;  // reused, since waits are frequent and their texts rarely change
   std::uint32_t last_id_ = 0;
 };
 

@@ -1,8 +1,8 @@
 // Bounded encoding of control messages: little-endian integers, length-prefixed strings, and ranks
 // in runs.
 //
-// The reader never reads past its input, and makes no more than kMostInRuns ranks of the runs in
-// it; after the first bad field ok() is false and every further field reads as zero or empty.
+// The reader never reads past its input and produces at most kMostInRuns ranks from runs. After the
+// first invalid field ok() is false, and every later field reads as zero or empty.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace hsdp::comm {
 
-constexpr std::size_t kMostInRuns = std::size_t{1} << 20U;  // of one message
+constexpr std::size_t kMostInRuns = std::size_t{1} << 20U;  // per message
 
 class WireWriter {
  public:
@@ -29,7 +29,7 @@ class WireWriter {
     u32(static_cast<std::uint32_t>(values.size()));
     for (const int value : values) i32(value);
   }
-  // In as many bytes as it needs, seven bits each: for what is mostly small.
+  // Takes as many bytes as needed, at seven bits each: for values that are mostly small.
   void number(std::uint64_t value) {
     for (; value > 0x7f; value >>= 7U) bytes_ += static_cast<char>((value & 0x7fU) | 0x80U);
     bytes_ += static_cast<char>(value);
@@ -42,7 +42,7 @@ class WireWriter {
     number(value.size());
     bytes_.append(value);
   }
-  // Ascending, as (first, stride, count) each: a mesh's groups are one run, whatever their size.
+  // Ascending ranks as runs (first, stride, count): a group of a mesh is one run, of any size.
   void runs(std::span<const int> ranks) {
     std::vector<int> numbers;
     for (std::size_t i = 0; i < ranks.size();) {
@@ -93,7 +93,7 @@ class WireReader {
     return static_cast<std::int64_t>((bits & 1U) != 0 ? ~(bits >> 1U) : bits >> 1U);
   }
   std::string_view short_text() { return take(number()); }
-  // A number of items of at least a byte each that can still follow, and no more than `most`.
+  // A count of items of at least one byte each; fails if they cannot follow or exceed `most`.
   std::size_t short_count(std::size_t most = kMostInRuns) {
     const std::uint64_t n = number();
     if (n <= bytes_.size() && n <= most) return n;
@@ -119,7 +119,7 @@ class WireReader {
     }
     return ranks;
   }
-  // A number of items of at least `item_bytes` each that can still follow.
+  // A count of items of at least `item_bytes` each; fails if they cannot follow.
   std::uint32_t count(std::size_t item_bytes) {
     const std::uint32_t n = u32();
     if (n <= bytes_.size() / item_bytes) return n;
@@ -127,7 +127,7 @@ class WireReader {
     return 0;
   }
   void fail() { ok_ = false; }
-  // All fields were there and nothing is left over.
+  // Whether all fields were present and nothing is left over.
   [[nodiscard]] bool complete() const { return ok_ && bytes_.empty(); }
   [[nodiscard]] bool ok() const { return ok_; }
 

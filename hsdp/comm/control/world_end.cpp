@@ -7,23 +7,23 @@
 namespace hsdp::comm {
 namespace {
 
-// Four missed beats: a rank under load misses one or two.
+// Four missed beats: a rank under load may miss one or two.
 constexpr std::chrono::milliseconds kSilence{1'000};
 
-// Whoever speaks through a rank that is silent is silent, too: the highest such one.
+// A rank that speaks through a silent rank is silent, too: returns the highest such one.
 int silent_above(const std::vector<RankReport>& reports, int rank) {
   for (;;) {
     const RankReport& report = reports[static_cast<std::size_t>(rank)];
     const auto silent = reports[static_cast<std::size_t>(report.parent)].silent;
-    // Heard long after this one was: it has its own troubles.
+    // It was heard long after this rank, so this rank's silence has another cause.
     if (report.parent == 0 || silent <= kSilence || silent + kSilence < report.silent) return rank;
     const int parent = report.parent;
     rank = parent;
   }
 }
 
-// The ends of all chains of waits that start at `rank`: ranks that wait for nobody. In a ring of
-// waits the ranks of the ring.
+// The ends of all chains of waits that start at `first`: ranks that wait for no rank, or all ranks
+// of a ring of waits.
 std::vector<int> chain_ends(const std::vector<RankReport>& reports, const std::vector<int>& first) {
   std::set<int> ends;
   std::set<int> seen;
@@ -117,7 +117,7 @@ std::optional<WorldEnd> judge(const std::vector<RankReport>& reports,
   }
   if (oldest == nullptr) return std::nullopt;
   std::vector<int> awaited = oldest->awaited.front();
-  if (awaited.empty()) {  // unknown: whoever is stopped or waits for nothing has not arrived
+  if (awaited.empty()) {  // unknown: ranks that are stopped or in no wait have not arrived
     for (int rank = 0; rank < size; ++rank) {
       const RankReport& report = reports[static_cast<std::size_t>(rank)];
       if (report.waits.empty() || report.silent > kSilence) awaited.push_back(rank);

@@ -11,7 +11,7 @@
 namespace hsdp::comm {
 namespace {
 
-// Numbers, not data: rank 0 relays them from every member to every member.
+// For numbers, not data: rank 0 relays them from every member to every member.
 constexpr std::size_t kMostBytes = 64;
 
 }  // namespace

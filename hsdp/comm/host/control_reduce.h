@@ -1,5 +1,5 @@
 // All-reduce of a few bytes in a group that has no links yet: every rank's row travels with its
-// call, and every rank adds all rows, in rank order. The bits equal those of the other paths.
+// call, and every rank adds all rows in rank order. The bits equal those of the other paths.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,11 @@
 
 namespace hsdp::comm {
 
-// This rank's row for group.agree(); empty when the all-reduce takes another path. The same answer
-// on all ranks that make the same call.
+// This rank's row for group.agree(); empty if the all-reduce takes another path. All ranks that
+// make the same call decide alike.
 [[nodiscard]] std::span<const std::byte> control_row(const HostGroup& group, const AllReduce& args);
 
-// Follows group.agree() with a row. Returns when `args.data` holds the total.
+// Call it after group.agree() with a row. Returns when `args.data` holds the total.
 void control_all_reduce(const HostGroup& group, const AllReduce& args);
 
 }  // namespace hsdp::comm

@@ -13,8 +13,8 @@
 namespace hsdp::comm {
 namespace {
 
-// Takes this rank's part back when the last view dies. The last view of a forked child is not the
-// last one: peers still read the parent's memory.
+// Drops this rank's part when the last view is destroyed. A forked child's last view does not
+// count: peers still read the parent's memory.
 class OwnPart {
  public:
   OwnPart(std::shared_ptr<HostMemory> memory, std::uint32_t part)
@@ -48,7 +48,7 @@ SharedMemory allocate_shared(HostGroup& group, std::int64_t count, Dtype dtype) 
     message = std::string("!") + error.what();
   }
   const auto parts = group.exchange("part", message);
-  std::vector<std::string> reasons;  // of neighbours and others
+  std::vector<std::string> reasons;  // from neighbours and others
   reasons.reserve(parts.size());
   for (const std::string& text : parts) {
     reasons.push_back(text.starts_with('!') ? text.substr(1) : std::string());
@@ -60,7 +60,7 @@ SharedMemory allocate_shared(HostGroup& group, std::int64_t count, Dtype dtype) 
   std::string failure;
   try {
     segments = exchange_segments(control, key, group.neighbours(), mine, {});
-  } catch (const AgreedError& error) {  // which the members on other hosts have not seen
+  } catch (const AgreedError& error) {  // the members on other hosts have not seen it
     if (group.shares_memory()) throw;
     if (error.rank() == control.rank()) failure = error.reason();
   }

@@ -1,4 +1,4 @@
-// Memory of one rank that its neighbours in a group map: the host engine's Communicator::allocate.
+// The host engine's Communicator::allocate: memory of one rank that its neighbours in a group map.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace hsdp::comm {
 
-// Collective over the group. Fails on every rank when it fails on one; the group stays usable.
+// Collective over the group. If it fails on one rank, it fails on all; the group stays usable.
 [[nodiscard]] SharedMemory allocate_shared(HostGroup& group, std::int64_t count, Dtype dtype);
 
 }  // namespace hsdp::comm

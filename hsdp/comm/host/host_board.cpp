@@ -14,7 +14,7 @@ HostBoard::HostBoard(GroupLines& group, std::vector<RankLines*> lines, std::vect
       control_(control),
       waiter_(group.bell) {}
 
-// The rank's own line first: whoever is counted is never named as missing.
+// Writes the rank's own line first, so that a rank that has been counted is never named as missing.
 void HostBoard::come(GroupLines::Meeting& meeting, Lines own, std::uint64_t number) {
   (lines_[rank_]->*own).store(number);
   if (meeting.arrivals.fetch_add(1) + 1 < number * lines_.size()) return;

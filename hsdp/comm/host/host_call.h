@@ -1,7 +1,7 @@
 // What a rank is about to do in a group: posted and compared before any data moves.
 //
-// Plain data, one cache line with its sequence number, readable by any rank of the group: by
-// memory or as bytes on a socket (same architecture on every rank).
+// Plain data. With its sequence number it fills one cache line. Any rank of the group can read it
+// from memory or as bytes from a socket (all ranks have the same architecture).
 #pragma once
 
 #include <cstdint>
@@ -30,10 +30,10 @@ enum class Operation : std::uint8_t {
 };
 [[nodiscard]] std::string_view name(Operation operation);
 
-// HostCall::part of memory without a byte: peers have nothing to read.
+// HostCall::part for empty memory: peers have nothing to read.
 constexpr std::uint32_t kNoBytes = 0xffffffffU;
 
-// No bytes of data are likely to be one of these.
+// Unlikely values for data.
 enum class CallKind : std::uint32_t {
   kFree = 0x6b1d94f3,
   kPlanned = 0x9c47a2e5,  // see CallLabel
@@ -42,9 +42,9 @@ enum class CallKind : std::uint32_t {
 struct HostCall {
   std::int64_t count = 0;
   std::uint64_t terms = 0;    // hash of what else must agree: cut, exponents, divisor
-  std::uint64_t offset = 0;   // of the posted memory in its part
+  std::uint64_t offset = 0;   // of the posted memory, in its part
   std::uint32_t part = 0;     // of this rank's shared memory; 0: private memory
-  std::uint32_t dropped = 0;  // parts this rank has given back so far
+  std::uint32_t dropped = 0;  // number of parts this rank has freed so far
   std::int32_t bucket = -1;
   std::int32_t root = 0;
   Operation operation = Operation::kBarrier;
@@ -55,22 +55,22 @@ struct HostCall {
 };
 static_assert(sizeof(HostCall) == 48);
 
-// The call on one array, which travels in its own dtype and which no peer sees.
+// The call for one array that travels in its own dtype and that no peer accesses.
 [[nodiscard]] HostCall call_on(Operation operation, ConstTensorView memory, CallLabel label = {});
 
 [[nodiscard]] std::string bytes_of(const HostCall& call);
-// False of data that a peer sent instead, because it did not ask.
+// False for data that a peer sent instead, because it did not compare the call.
 [[nodiscard]] bool is_call(const HostCall& call);
 
-// How errors call a wait in it; `act`: see CallLabel.
+// The name of a wait in it for errors; for `act` see CallLabel.
 [[nodiscard]] WaitState wait_in(const HostCall& call, std::string_view act = {});
 
-// True when two ranks make the same call.
+// Whether two ranks make the same call.
 [[nodiscard]] bool agrees(const HostCall& a, const HostCall& b);
 [[nodiscard]] std::string to_string(const HostCall& call);
 
-// The failure that names both calls and who made them; the ranks at fault are the minority (the
-// lowest rank's call breaks a tie). `members` are the world ranks of `calls`.
+// The failure that names both calls and their ranks. The minority is at fault; in a tie, the ranks
+// that differ from the lowest rank. `members` are the world ranks of `calls`.
 [[nodiscard]] Failure mismatch(std::span<const HostCall> calls, std::span<const int> members,
                                std::string_view engine = "host");
 

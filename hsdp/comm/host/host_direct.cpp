@@ -25,7 +25,7 @@ std::byte* address(HostGroup& group, std::span<const HostCall> calls, int rank) 
   return place;
 }
 
-// Where each rank's posted memory lies here, this rank's own at `own`.
+// The local addresses of all ranks' posted memory; this rank's is `own`.
 std::vector<std::byte*> addresses(HostGroup& group, std::span<const HostCall> calls,
                                   const void* own) {
   std::vector<std::byte*> places(calls.size());

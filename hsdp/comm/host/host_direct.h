@@ -1,4 +1,4 @@
-// Collectives on memory that all ranks of the group map: one pass over the peers' own rows
+// Collectives on memory that all ranks of the group map: one pass over the peers' rows in place
 // [Note: reduce where it lies].
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace hsdp::comm {
 
-// Each follows group.agree(), whose answer is `calls`, and returns when the collective is complete
-// on this rank.
+// Call each after group.agree(), which returns `calls`. Returns when the collective is complete on
+// this rank.
 void direct_reduce_scatter(HostGroup& group, std::span<const HostCall> calls,
                            const ReduceScatter& args);
 void direct_all_reduce(HostGroup& group, std::span<const HostCall> calls, const AllReduce& args);

@@ -180,7 +180,7 @@ std::shared_ptr<Communicator::Engine> HostEngine::split(int color, int key) {
         if (error.rank() == group.control().rank()) failure = error.reason();
       }
     }
-    // One that fails is heard of in all the new groups: they are used together.
+    // A failure in one new group fails all of them: they are used together.
     throw_agreed(group.exchange("made", failure), group.members(), group.control());
   });
   return engine;

@@ -1,8 +1,8 @@
-// The embedded engine: ranks of one host through shared memory, others through TCP.
+// The built-in engine: ranks of one host use shared memory, others TCP.
 //
-// See engine.h for the contract. Reductions take one of three paths: direct, when all ranks see
-// each other's memory; through scratch, when they could [Note: private memory in tiles]; by
-// messages. Refuses use in a forked child and by two threads at a time.
+// See engine.h for the contract. Reductions take one of three paths: direct, if all ranks map each
+// other's memory; through scratch, if they could [Note: private memory in tiles]; or by messages.
+// Throws in a forked child and if two threads use it at once.
 #pragma once
 
 #include <functional>
@@ -40,10 +40,10 @@ class HostEngine : public Communicator::Engine, public std::enable_shared_from_t
   [[nodiscard]] SharedMemory allocate(std::int64_t count, Dtype dtype) override;
 
  private:
-  // Runs one call in stream order, alone, and ends the world if it breaks half way.
+  // Runs one call in stream order, exclusively, and ends the world if it fails half way.
   void run(Stream& stream, std::function<void(HostGroup&)> call);
   void run_now(const std::function<void(HostGroup&)>& call);
-  // The call that says where `memory` lies, when peers can see it.
+  // The call that says where `memory` lies, if peers can access it.
   [[nodiscard]] HostCall call_on(Operation operation, ConstTensorView memory,
                                  CallLabel label = {}) const;
 

@@ -16,7 +16,7 @@
 namespace hsdp::comm {
 namespace {
 
-// The place of `peer` among the others, seen by `owner`.
+// The index of `peer` among the other ranks, as counted by `owner`.
 int ring_index(std::size_t owner, std::size_t peer) {
   return static_cast<int>(peer < owner ? peer : peer - 1);
 }
@@ -61,7 +61,7 @@ HostGroup::HostGroup(std::shared_ptr<HostWorld> world, std::string id, std::vect
   });
 }
 
-// One length for all pairs: at most that of a ring's slot if any pair has a ring.
+// One length for all pairs: at most a ring's slot if any pair has a ring.
 std::size_t HostGroup::agree_message_bytes() {
   const std::size_t slot = RingLayout(size()).message_bytes();
   if (shares_memory()) return slot;
@@ -87,7 +87,7 @@ std::vector<std::shared_ptr<SharedSegment>> HostGroup::share_segment(std::size_t
   std::shared_ptr<SharedSegment> mine;
   std::string reason;
   try {
-    // Half of the time: peers wait for this rank, and should hear why it could not.
+    // Half of the timeout: peers wait for this rank and should learn why it failed.
     const auto end = std::chrono::steady_clock::now() + control().timeout() / 2;
     mine = wait_out_limit(end, [&] {
       control().throw_if_failed();
@@ -134,7 +134,7 @@ void HostGroup::open_rings() {
 }
 
 void HostGroup::open_sockets() {
-  // Of this attempt: a group whose links could not be made may try again.
+  // Names this attempt: a group whose links could not be made may try again.
   const std::string key = id_ + "/" + std::to_string(sequence_) + "/tcp";
   auto sockets = connect_tcp({control(), key, members_, neighbours_});
   for (std::size_t r = 0; r < sockets.size(); ++r) {
@@ -173,7 +173,7 @@ void HostGroup::wait(const std::function<bool()>& ready, const std::function<int
     return ready();
   };
   LongWait wait;
-  const auto world_rank = [&] {  // asked for before a sleep
+  const auto world_rank = [&] {  // called before a sleep
     if (planned_calls_ && wait.has_become_long()) planned_calls_->tell_of_wait();
     return members_[static_cast<std::size_t>(peer())];
   };
@@ -190,7 +190,7 @@ std::span<const HostCall> HostGroup::agree(HostCall mine, std::span<const std::b
     return calls_;
   }
   HostCall planned = mine;
-  planned.wants_nonfinite = 0;  // which is each rank's own affair
+  planned.wants_nonfinite = 0;  // each rank decides for itself
   if (planned_calls_ && planned_calls_->begin(planned) && open_) {
     std::ranges::fill(calls_, mine);
     return calls_;

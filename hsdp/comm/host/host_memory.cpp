@@ -8,7 +8,7 @@
 namespace hsdp::comm {
 namespace {
 
-// The last page of a segment: tells the peers that map it when the owner is through with it.
+// The last page of a segment: tells peers that map it when the owner has dropped it.
 std::atomic_ref<std::uint32_t> dropped_mark(const SharedSegment& segment) {
   return std::atomic_ref(
       *reinterpret_cast<std::uint32_t*>(segment.data() + segment.size() - kPageBytes));

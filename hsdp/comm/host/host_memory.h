@@ -1,8 +1,8 @@
-// Which memory of this rank peers can read, and where this rank sees theirs.
+// Which memory of this rank peers can read, and where this rank maps theirs.
 //
-// One per rank and world, shared by all groups split from it: memory allocated in a group works
-// directly in every group whose members all map it. A part is one rank's share of an allocation;
-// ranks name a part by its owner and a number. Thread-safe.
+// One per rank and world, shared by all groups split from it: memory allocated in one group works
+// directly in every group whose members all map it. A part is one rank's share of an allocation,
+// identified by its owner and a number. Thread-safe.
 #pragma once
 
 #include <atomic>
@@ -26,24 +26,24 @@ class HostMemory {
     std::uint64_t offset = 0;
   };
 
-  // Bytes that a segment needs around `size` bytes of user memory, which lie at its start.
+  // The segment size for `size` bytes of user memory, which lie at its start.
   [[nodiscard]] static std::size_t segment_size(std::size_t size);
 
-  // A number for a part of this rank that is about to be shared; never 0.
+  // A number for a part that this rank will share; never 0.
   [[nodiscard]] std::uint32_t next_part();
-  // `mappers`: world ranks that map the part. Until drop_own.
+  // `mappers`: world ranks that map the part, until drop_own.
   void add_own(std::uint32_t part, std::shared_ptr<SharedSegment> segment, std::size_t size,
                std::span<const int> mappers);
   void drop_own(std::uint32_t part);
   void add_peer(int owner, std::uint32_t part, std::shared_ptr<SharedSegment> segment);
 
-  // Where [data, data + size) lies, if all of it is one part that all `members` map.
+  // The place of [data, data + size), if all of it lies in one part that all `members` map.
   [[nodiscard]] std::optional<Place> find(const void* data, std::size_t size,
                                           std::span<const int> members) const;
-  // This process' address of a peer's part; null when it is not mapped here.
+  // This process's address of a peer's part; null if it is not mapped here.
   [[nodiscard]] std::byte* peer(int owner, Place place) const;
 
-  // How many parts this rank has dropped; peers unmap when they see the number change.
+  // How many parts this rank has dropped; peers unmap theirs when the number changes.
   [[nodiscard]] std::uint32_t dropped() const { return dropped_.load(); }
   void forget_dropped();  // unmaps all parts whose owners dropped them
 

@@ -68,7 +68,7 @@ void wait_for_verdict(const Control& control, std::chrono::milliseconds at_most)
 
 void end_world(Control& control, const Failure& failure, WaitState state) {
   control.fail(failure);
-  wait_for_verdict(control, std::chrono::seconds(2));  // to rank 0 and back before it counts
+  wait_for_verdict(control, std::chrono::seconds(2));  // time for a message to rank 0 and back
   throw_if_failed(control, state);
   throw_failure(failure);
 }

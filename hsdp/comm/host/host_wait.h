@@ -1,9 +1,9 @@
-// How a rank waits for its peers: it spins for a moment, gives its core away for a while, then
-// sleeps on its bell; the peers ring the bell only while it sleeps [Note: waiting].
+// How a rank waits for its peers: it spins briefly, then yields its core for a while, then sleeps
+// on its bell, which peers ring only while it sleeps [Note: waiting].
 //
-// A rank that waits long costs nearly nothing, and more ranks than cores do not collapse. Every
-// wait ends with what it waited for, though peers have left since, or with the world's failure; how
-// long is too long is judged by Control, which is told of every wait that comes to a sleep.
+// A long wait costs almost nothing, and more ranks than cores still work well. Every wait ends:
+// with what it waited for, even if peers have left since, or with the world's failure. Control
+// learns of every wait that reaches a sleep, and judges how long is too long.
 #pragma once
 
 #include <atomic>
@@ -14,17 +14,17 @@
 
 namespace hsdp::comm {
 
-// What one rank or several sleep on. Lies in memory that their peers can write.
+// What one or several ranks sleep on. Lies in memory that their peers can write.
 struct alignas(128) Bell {
   std::atomic<std::uint32_t> rings;
   std::atomic<std::uint32_t> sleepers;
 
-  // Wakes all. Call after a sequentially consistent store of what the sleepers wait for.
+  // Wakes all sleepers. Call it after a sequentially consistent store of what they wait for.
   void ring_if_sleeping() {
     if (sleepers.load() != 0) ring();
   }
   void ring();
-  // Until the next ring after `rings` had the value `seen`, or the time is over.
+  // Sleeps until the next ring after `rings` was `seen`, for at most `at_most`.
   void sleep(std::uint32_t seen, std::chrono::milliseconds at_most);
 };
 
@@ -34,8 +34,8 @@ inline void relax_core() {
 #endif
 }
 
-// Where the thread of one rank waits: what it sleeps on (by default the bell alone), and what it
-// has learned about yielding.
+// Where one rank's thread waits: what it sleeps on (by default only the bell), and what it has
+// learned about yielding.
 class Waiter {
  public:
   explicit Waiter(Bell& bell) : bell_(bell) {}
@@ -43,8 +43,8 @@ class Waiter {
   Waiter& operator=(const Waiter&) = delete;
   virtual ~Waiter() = default;
   [[nodiscard]] Bell& bell() { return bell_; }
-  // Gives the core away once; false when it is better to sleep. Where strangers compete for the
-  // cores, a yield loses a whole turn, which a sleeper does not: then no yields for a while.
+  // Yields once; false if sleeping is better. When other processes compete for the cores, a yield
+  // loses a whole time slice, which a sleeper does not: then it does not yield for a while.
   [[nodiscard]] bool yield();
   virtual void sleep(std::uint32_t seen, std::chrono::milliseconds at_most) {
     bell_.sleep(seen, at_most);
@@ -55,7 +55,7 @@ class Waiter {
   int waits_without_yield_ = 0;
 };
 
-// Tells Control of one wait while it sleeps.
+// Announces one wait to Control while it sleeps.
 class AnnouncedWait {
  public:
   AnnouncedWait(Control& control, WaitState state) : control_(control), state_(state) {}
@@ -72,17 +72,17 @@ class AnnouncedWait {
   int slot_ = -1;
 };
 
-// Throws what ended the world, if it ended, and lets Control know what it interrupts.
+// Throws the world's failure, if any, and tells Control what it interrupts.
 void throw_if_failed(Control& control, WaitState state);
 
-// Until the world has failed, or that time is over: a peer may know better what is wrong.
+// Waits until the world has failed, for at most `at_most`: a peer may know the cause better.
 void wait_for_verdict(const Control& control, std::chrono::milliseconds at_most);
 
-// Ends the world and throws why it ended: `failure`, unless another was first.
+// Ends the world and throws why it ended: `failure`, unless another came first.
 [[noreturn]] void end_world(Control& control, const Failure& failure, WaitState state);
 
-// Returns when `ready()` is true. `ready` may do work; `peer()` names the world rank waited for, or
-// is -1.
+// Returns when `ready()` is true. `ready` may do work; `peer()` is the world rank waited for, or
+// -1.
 template <typename Ready, typename Peer>
 void wait_until(Control& control, Waiter& waiter, WaitState state, Ready&& ready, Peer&& peer) {
   constexpr int kSpins = 48;
@@ -105,7 +105,7 @@ void wait_until(Control& control, Waiter& waiter, WaitState state, Ready&& ready
     waiter.bell().sleepers.fetch_sub(1);
     if (done) return;
     if (!control.failed()) continue;
-    if (ready()) return;  // it came before the end of the world did
+    if (ready()) return;  // it came before the world ended
     control.throw_if_failed();
   }
 }

@@ -13,7 +13,7 @@ namespace hsdp {
 namespace comm {
 namespace {
 
-// How many worlds were made over a control before: each needs names of its own in the exchanges.
+// Numbers the worlds made over one control: each needs different names in the exchanges.
 int count_world(const std::shared_ptr<Control>& control) {
   static std::mutex mutex;
   static std::map<std::weak_ptr<Control>, int, std::owner_less<>> counts;

@@ -1,7 +1,7 @@
 // Messages from each rank of a group to all others at once, through shared memory: written once,
-// read by every peer where they lie.
+// read in place by every peer.
 //
-// Every peer must take every message. Never blocks, like Channel; one thread at a time. Borrows the
+// Every peer must take every message. Never blocks, like Channel. Not thread-safe. Borrows the
 // segments and the bells.
 #pragma once
 
@@ -23,21 +23,21 @@ struct alignas(64) MulticastCounter {
 // One rank's ring, as every member sees it.
 struct MulticastRing {
   static constexpr std::size_t kSlots = 4;
-  MulticastCounter* written = nullptr;   // by the producer
-  MulticastCounter* consumed = nullptr;  // one for each rank of the group
+  MulticastCounter* written = nullptr;   // written by the producer
+  MulticastCounter* consumed = nullptr;  // one per rank of the group
   std::byte* slots = nullptr;            // kSlots messages
 };
 
 class Multicast {
  public:
-  // `rings` and `bells` by group rank.
+  // `rings` and `bells` are indexed by group rank.
   Multicast(std::vector<MulticastRing> rings, std::vector<Bell*> bells, int rank,
             std::size_t message_bytes);
 
-  // A place for the next message to all; null while a peer has not taken the oldest.
+  // Where to write the next message; null while a peer has not taken the oldest one.
   [[nodiscard]] std::byte* reserve();
   void commit();
-  // The next message of that rank, until pop(rank); null while there is none.
+  // The next message from `rank`, valid until pop(rank); null while there is none.
   [[nodiscard]] const std::byte* front(int rank);
   void pop(int rank);
 

@@ -1,4 +1,4 @@
-// One buffer of this rank to all others and theirs to this one, through the group's multicast.
+// Sends one buffer of this rank to all others and receives theirs, through the group's multicast.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@ class MulticastCopy {
   void send(const void* data, std::size_t size);
   // What `rank` sends.
   void receive(int rank, void* data, std::size_t size);
-  // Returns when everything has been written for the peers and received from them.
+  // Returns when peers can read everything from here and everything of theirs has arrived.
   void run();
 
  private:

@@ -1,4 +1,4 @@
-// Bytes from and to every peer at once, through the channels of a group.
+// Exchanges bytes with every peer at once, through a group's channels.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ class PipedCopy {
   explicit PipedCopy(HostGroup& group)
       : group_(group), transfers_(static_cast<std::size_t>(group.size())) {}
 
-  // What goes to a peer and what comes from it; the peer plans the mirror image.
+  // Plans what to send to a peer and what to receive; the peer plans the mirror image.
   void send(int peer, const void* data, std::size_t size);
   void receive(int peer, void* data, std::size_t size);
   // Returns when everything has been sent and received.

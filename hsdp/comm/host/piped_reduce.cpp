@@ -9,7 +9,7 @@
 namespace hsdp::comm {
 namespace {
 
-// The order of a stream: total j follows row j + lag, or the last row.
+// The order in a stream: total j follows row j + lag, or the last row.
 bool total_is_next(std::int64_t totals, std::int64_t totals_done, std::int64_t rows,
                    std::int64_t rows_done, std::int64_t lag) {
   return totals_done < totals && rows_done >= std::min(totals_done + lag + 1, rows);
@@ -194,8 +194,8 @@ bool PipedReduce::sum_next() {
   return true;
 }
 
-// The sum goes to this rank's results, where it is sent from. What is rounded on the way is sent
-// from the window and decoded from there, as the peers do.
+// The sum goes into this rank's results and is sent from there. With rounding, it is sent from the
+// window and decoded from there, as on the peers.
 void PipedReduce::sum_tile(const Tile& next) {
   const auto skip = static_cast<std::size_t>(summed_ * tile_elements_);
   std::byte* const result = out_ + skip * size_bytes(spec_.out_dtype);

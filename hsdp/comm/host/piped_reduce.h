@@ -1,8 +1,8 @@
 // Reduce-scatter, and all-reduce as reduce-scatter and all-gather in one, through channels.
 //
-// Rank r's slice is cut into tiles of one message. The stream from rank a to rank b is, by tile
-// index: a's row of b's slice, and, kLag tiles later, the totals of a's own slice. Both ends know
-// that order, and it cannot deadlock: every step waits only for steps of smaller tiles.
+// Rank r's slice is cut into tiles of one message. By tile index, the stream from rank a to rank b
+// holds a's row of b's slice and, kLag tiles later, the totals of a's own slice. Both ends know
+// that order. It cannot deadlock: every step waits only for steps of smaller tiles.
 #pragma once
 
 #include <atomic>
@@ -29,9 +29,9 @@ class PipedReduce {
   static constexpr std::int64_t kWindow = 4;  // encoded totals kept until every peer has them
 
   struct Peer {
-    std::int64_t tiles = 0;  // of that rank's slice: rows to send, totals to receive
+    std::int64_t tiles = 0;  // in that rank's slice: rows to send, totals to receive
     std::int64_t rows_sent = 0;
-    std::int64_t totals_sent = 0;  // of this rank's slice
+    std::int64_t totals_sent = 0;  // from this rank's slice
     std::int64_t totals_received = 0;
   };
   struct Tile {

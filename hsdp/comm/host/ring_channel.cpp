@@ -13,7 +13,7 @@ std::byte* RingChannel::reserve() {
   return out_.slots + written_ % Ring::kSlots * message_bytes_;
 }
 
-// A short message leaves nothing behind it that a peer could take for a call.
+// Clears the bytes after a short message, so that a peer cannot take them for a call.
 void RingChannel::commit(std::size_t size) {
   if (size < sizeof(HostCall)) std::memset(reserve() + size, 0, sizeof(HostCall) - size);
   out_.counters->written.store(++written_);

@@ -1,4 +1,4 @@
-// A channel through shared memory: one ring of message slots each way.
+// A channel through shared memory: one ring of message slots in each direction.
 //
 // A ring lies in its producer's segment. The channel borrows both segments and the peer's bell.
 #pragma once
@@ -14,14 +14,14 @@ namespace hsdp::comm {
 
 // Zero is the right initial value.
 struct RingCounters {
-  alignas(128) std::atomic<std::uint64_t> written;   // messages, by the producer
-  alignas(128) std::atomic<std::uint64_t> consumed;  // messages, by the consumer
+  alignas(128) std::atomic<std::uint64_t> written;   // messages written by the producer
+  alignas(128) std::atomic<std::uint64_t> consumed;  // messages read by the consumer
 };
 
 struct Ring {
   static constexpr std::size_t kSlots = 4;
   RingCounters* counters = nullptr;
-  std::byte* slots = nullptr;  // kSlots of message_bytes each
+  std::byte* slots = nullptr;  // kSlots messages of message_bytes each
 };
 
 class RingChannel : public Channel {

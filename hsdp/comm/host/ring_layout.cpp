@@ -15,7 +15,7 @@ static_assert(Ring::kSlots == MulticastRing::kSlots);
 
 }  // namespace
 
-// size - 1 rings to a peer each, and one to all.
+// size - 1 rings, one per peer, and one for all.
 RingLayout::RingLayout(int size)
     : size_(static_cast<std::size_t>(size)),
       message_bytes_(std::clamp(std::bit_floor(kRingsBytes / Ring::kSlots / size_),

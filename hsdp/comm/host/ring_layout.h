@@ -10,13 +10,13 @@ namespace hsdp::comm {
 
 class RingLayout {
  public:
-  // A message grows with the room that the group's size leaves it: a rank's rings take 1 MiB.
+  // Divides 1 MiB among a rank's rings, so messages are smaller in larger groups.
   explicit RingLayout(int size);
   [[nodiscard]] std::size_t message_bytes() const { return message_bytes_; }
   [[nodiscard]] std::size_t segment_bytes() const;
-  // The ring from the segment's owner to the `peer_index`-th of its peers.
+  // The ring from the segment's owner to its `peer_index`-th peer.
   [[nodiscard]] Ring ring(std::byte* segment, int peer_index) const;
-  // The ring from the segment's owner to all.
+  // The ring from the segment's owner to all peers.
   [[nodiscard]] MulticastRing multicast(std::byte* segment) const;
 
  private:

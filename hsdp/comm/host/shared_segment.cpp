@@ -37,7 +37,7 @@ constexpr std::size_t kHugePage = std::size_t{2} << 20;
               " failed: " + reason + "; free memory, or use smaller bucket_bytes");
 }
 
-// Address space on a huge page boundary, so that the kernel can use huge pages inside.
+// Maps at a huge page boundary, so that the kernel can use huge pages.
 std::byte* map_aligned(int fd, std::size_t size) {
   if (size < kHugePage) {
     void* const place = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -57,12 +57,12 @@ std::byte* map_aligned(int fd, std::size_t size) {
   }
   if (lead > 0) ::munmap(begin, lead);
   ::munmap(begin + lead + size, kHugePage - lead);
-  ::madvise(place, size, MADV_HUGEPAGE);  // a hint: small pages work as well
+  ::madvise(place, size, MADV_HUGEPAGE);  // a hint: small pages work, too
   return static_cast<std::byte*>(place);
 }
 
-// Where huge pages are switched off for memory files, collapsing still makes them, from regions
-// that hold a page. Only a hint, like the one above.
+// Makes huge pages even if they are switched off for memory files, by collapsing regions that have
+// a page. Only a hint, too.
 void prefer_huge_pages(std::byte* data, std::size_t size) {
   const std::size_t huge = size / kHugePage * kHugePage;
   for (std::size_t at = 0; at < huge; at += kHugePage) {
@@ -71,7 +71,7 @@ void prefer_huge_pages(std::byte* data, std::size_t size) {
   if (huge > 0) ::madvise(data, huge, MADV_COLLAPSE);
 }
 
-// Segments of this process that peers which are threads may look up by a number.
+// This process's segments, by number, for peers that are threads.
 struct SegmentTable {
   std::mutex mutex;
   std::uint64_t next = 1;
@@ -197,7 +197,7 @@ std::vector<std::shared_ptr<SharedSegment>> exchange_segments(
     control.throw_if_failed();
     failure = error.what();
   }
-  // All have the memory or none; and the number of a segment is good only while its owner holds it.
+  // All have the memory or none does. A segment's number is valid only while its owner holds it.
   throw_agreed(control.exchange(key + "/taken", members, failure, {.operation = "allocate"}),
                members, control);
   mine->close_descriptor();

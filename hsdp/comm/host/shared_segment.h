@@ -1,9 +1,9 @@
-// Nameless memory that several ranks of one host map: a sealed memfd, backed by pages before use
+// Anonymous memory that several ranks of one host map: a sealed memfd, backed by pages before use
 // [Note: memory without names].
 //
-// Owns its mapping; a peer's mapping of the same pages is a SharedSegment of its own (ranks that
-// are threads share one object instead). Zero-initialised. No space is an Error when it is made,
-// never a signal later. Thread-safe after construction.
+// Owns its mapping. A peer that maps the same pages has another SharedSegment (ranks that are
+// threads share one object). Zero-initialised. A lack of space is an Error at construction, never a
+// signal later. Thread-safe after construction.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ class SharedSegment {
   // `what` names the memory in errors and in /proc/PID/maps.
   [[nodiscard]] static std::shared_ptr<SharedSegment> create(std::size_t size,
                                                              const std::string& what);
-  // Maps what a peer created; refuses a descriptor that could still shrink.
+  // Maps what a peer created; rejects a descriptor that could still shrink.
   [[nodiscard]] static std::shared_ptr<SharedSegment> map(UniqueFd fd, const std::string& what);
 
   SharedSegment(const SharedSegment&) = delete;
@@ -34,9 +34,9 @@ class SharedSegment {
   [[nodiscard]] std::byte* data() const { return data_; }
   [[nodiscard]] std::size_t size() const { return size_; }
   [[nodiscard]] int descriptor() const { return fd_.get(); }
-  // The mapping stays; nobody else can map it from here on.
+  // Keeps the mapping; from now on no other rank can map the segment.
   void close_descriptor() { fd_.reset(); }
-  // A forked child does not get this mapping (control blocks, which it must not touch).
+  // Keeps this mapping out of forked children. For control blocks, which they must not touch.
   void hide_from_children();
 
  private:
@@ -49,10 +49,10 @@ class SharedSegment {
   std::uint64_t generation_ = 0;
 };
 
-// Every member hands in its segment and gets everyone's, in the order of `members` (ascending world
-// ranks, this rank's own included). Collective; `key` as in Control::exchange. A member that could
-// not make its segment passes null and the reason, and every member throws it as an AgreedError; as
-// it does where one cannot map a peer's.
+// Every member passes its segment and gets everyone's, in the order of `members` (ascending world
+// ranks, including this one). Collective; for `key` see Control::exchange. A member that could not
+// make its segment passes null and the reason, which every member throws as an AgreedError. They
+// also do so if one cannot map a peer's segment.
 [[nodiscard]] std::vector<std::shared_ptr<SharedSegment>> exchange_segments(
     Control& control, const std::string& key, std::span<const int> members,
     const std::shared_ptr<SharedSegment>& mine, const std::string& reason);

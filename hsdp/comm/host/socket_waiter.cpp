@@ -12,7 +12,7 @@ namespace hsdp::comm {
 
 SocketWaiter::~SocketWaiter() {
   fork_guard_.release();
-  // In a forked child the descriptor is closed already, and its number may be somebody else's.
+  // In a forked child the descriptor is already closed, and its number may have been reused.
   if (generation_ != fork_generation()) static_cast<void>(epoll_.release());
 }
 

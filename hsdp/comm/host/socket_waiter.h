@@ -1,7 +1,5 @@
 // Where a rank waits for the sockets of its group: one epoll set, which also tells each channel
-// whether a look at its socket is worth a system call.
-//
-// One thread at a time.
+// whether its socket is worth a system call. Not thread-safe.
 #pragma once
 
 #include <chrono>
@@ -16,15 +14,15 @@ namespace hsdp::comm {
 
 class SocketWaiter : public Waiter {
  public:
-  // Rings have no descriptor: with `rings_too` in the group, sleeps are short.
+  // Rings have no descriptor: if the group also has rings (`rings_too`), sleeps are short.
   SocketWaiter(Bell& bell, bool rings_too) : Waiter(bell), rings_too_(rings_too) {}
   SocketWaiter(const SocketWaiter&) = delete;
   SocketWaiter& operator=(const SocketWaiter&) = delete;
   ~SocketWaiter() override;
 
-  // The channel outlives every later look and sleep.
+  // The channel must outlive every later look and sleep.
   void add(TcpChannel& channel);
-  // Tells the channels what has come since.
+  // Tells the channels what has arrived.
   void look() { look(std::chrono::milliseconds(0)); }
   void sleep(std::uint32_t seen, std::chrono::milliseconds at_most) override;
 
@@ -32,7 +30,7 @@ class SocketWaiter : public Waiter {
   void look(std::chrono::milliseconds at_most);
 
   bool rings_too_;
-  UniqueFd epoll_;  // opened with the first channel
+  UniqueFd epoll_;  // opened for the first channel
   ForkGuard fork_guard_;
   std::uint32_t generation_ = fork_generation();
 };

@@ -48,7 +48,7 @@ std::byte* StagedReduce::result_at(const Window& window) const {
   return out_ + static_cast<std::size_t>(window.begin - out_begin_) * size_bytes(dtype);
 }
 
-// Only an all-reduce rounds on the way.
+// Only an all-reduce rounds for the wire.
 void StagedReduce::encode(const Window& window, std::byte* place) const {
   if (gather_ == nullptr) return;
   kernels::scale_and_cast({.in = row_at(window),
@@ -85,7 +85,7 @@ void StagedReduce::stage(std::int64_t tile) {
   }
 }
 
-// What is rounded on the way is decoded from the bytes that the peers read.
+// If totals are rounded for the wire, decodes this rank's results from the bytes that peers read.
 void StagedReduce::sum(std::int64_t tile) {
   const Window window = plan_.window(group_.rank(), tile);
   if (window.count == 0) return;

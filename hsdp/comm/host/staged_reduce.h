@@ -1,9 +1,9 @@
-// Reduce-scatter and all-reduce of private memory in a group whose ranks share memory: the rows
-// pass tile by tile through scratch that peers read in place [Note: private memory in tiles].
+// Reduce-scatter and all-reduce of private memory in a group that shares memory: the rows go tile
+// by tile through scratch that peers read in place [Note: private memory in tiles].
 //
-// In the step of tile t a rank sums its window of tile t from everybody's scratch, takes the totals
-// of tile t - 1 from where their owners left them, and copies its rows of tile t + 1 into its own.
-// All ranks meet between two steps, so two buffers do.
+// In the step of tile t a rank sums its window of tile t from all scratches, fetches the totals of
+// tile t - 1 from their owners' scratches, and copies its rows of tile t + 1 into its own scratch.
+// All ranks meet between steps, so two buffers suffice.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ namespace hsdp::comm {
 
 class StagedReduce {
  public:
-  // After group.open_scratch(). Borrows `args`.
+  // Call it after group.open_scratch(). Borrows `args`.
   StagedReduce(HostGroup& group, const ReduceScatter& args);
   StagedReduce(HostGroup& group, const AllReduce& args);
 
@@ -34,10 +34,10 @@ class StagedReduce {
   void take_totals(std::int64_t tile);
   void encode(const Window& window, std::byte* place) const;
   void decode(const Window& window, const std::byte* total) const;
-  // The result of the whole call: the last totals are there, and what is not finite is known.
+  // Completes the whole call: fetches the last totals, and learns whether any result is non-finite.
   void complete();
 
-  // The window in a rank's scratch. A rank's own holds no row, but its total.
+  // The window in a rank's scratch. In its own window a rank has its total instead of a row.
   [[nodiscard]] std::byte* place(int rank, std::int64_t tile, const Window& window) const;
   [[nodiscard]] const std::byte* row_at(const Window& window) const;
   [[nodiscard]] std::byte* result_at(const Window& window) const;

@@ -16,7 +16,7 @@ namespace hsdp::comm {
 
 std::size_t tcp_message_bytes(int size) {
   constexpr std::size_t kLargest = std::size_t{256} << 10;
-  constexpr std::size_t kLine = 64;  // whole cache lines, thus whole elements
+  constexpr std::size_t kLine = 64;  // whole cache lines, so whole elements
   const std::size_t messages = 2 * (static_cast<std::size_t>(size) - 1) + kStagedMessages;
   return std::min(kLargest, kTcpBufferBytes / messages / kLine * kLine);
 }
@@ -30,7 +30,7 @@ TcpChannel::TcpChannel(UniqueFd socket, std::size_t message_bytes, TcpPeer peer)
 
 TcpChannel::~TcpChannel() {
   fork_guard_.release();
-  // In a forked child the descriptor is closed already, and its number may be somebody else's.
+  // In a forked child the descriptor is already closed, and its number may have been reused.
   if (generation_ != fork_generation()) static_cast<void>(socket_.release());
 }
 
@@ -67,7 +67,7 @@ bool TcpChannel::read(std::byte* data, std::size_t size, std::size_t& done) {
 }
 
 void TcpChannel::lose(const std::string& reason) {
-  // A peer that left because the world ended has said why through Control: that reason comes first
+  // A peer that left because the world ended has told Control why; report that reason first
   // [Note: dead links].
   wait_for_verdict(peer_.control, std::chrono::seconds(1));
   throw_if_failed(peer_.control, peer_.waiting);

@@ -1,8 +1,8 @@
 // A channel over one TCP connection.
 //
-// Owns the socket. Reads and writes happen on the calling thread, without blocking; what is in
-// flight waits in the kernel's buffers. A socket that could not go on is left alone until
-// look_again() [Note: links at the first call].
+// Owns the socket. Reads and writes on the calling thread, without blocking; data in flight waits
+// in the kernel's buffers. After a socket could not continue, it is not tried until look_again()
+// [Note: links at the first call].
 #pragma once
 
 #include <cstddef>
@@ -17,8 +17,8 @@
 
 namespace hsdp::comm {
 
-// A group of `size` ranks sends messages of this size, on every rank: a whole one each way for each
-// channel, and those that a reduction stages, then take at most kTcpBufferBytes.
+// The message size for every rank of a group of `size`. One whole message per direction and
+// channel, plus the messages that a reduction stages, then take at most kTcpBufferBytes.
 constexpr std::size_t kTcpBufferBytes = std::size_t{16} << 20;
 constexpr std::size_t kStagedMessages = 5;
 [[nodiscard]] std::size_t tcp_message_bytes(int size);
@@ -26,7 +26,7 @@ constexpr std::size_t kStagedMessages = 5;
 struct TcpPeer {
   Control& control;
   int world_rank;
-  const WaitState& waiting;  // the group's call, for messages; outlives the channel
+  const WaitState& waiting;  // the group's call, for error messages; must outlive the channel
 };
 
 class TcpChannel : public Channel {
@@ -45,7 +45,7 @@ class TcpChannel : public Channel {
   [[nodiscard]] bool receive(std::byte* data, std::size_t size) override;
 
   [[nodiscard]] int socket() const { return socket_.get(); }
-  // The socket may have moved since it could not go on.
+  // Whether the socket may continue in each direction.
   struct Moved {
     bool read = false;
     bool write = false;
@@ -56,7 +56,7 @@ class TcpChannel : public Channel {
   }
 
  private:
-  // Moves `done` towards `size`; true when it is reached.
+  // Advances `done` towards `size`; true when it gets there.
   bool write(const std::byte* data, std::size_t size, std::size_t& done);
   bool read(std::byte* data, std::size_t size, std::size_t& done);
   [[noreturn]] void lose(const std::string& reason);
@@ -66,7 +66,7 @@ class TcpChannel : public Channel {
   std::uint32_t generation_;
   std::size_t message_bytes_;
   TcpPeer peer_;
-  std::vector<std::byte> outgoing_;  // a committed message, `sent_` of `committed_` bytes are gone
+  std::vector<std::byte> outgoing_;  // a committed message: `sent_` of `committed_` bytes are sent
   std::vector<std::byte> incoming_;
   std::size_t committed_ = 0;
   std::size_t sent_ = 0;

@@ -1,7 +1,7 @@
-// One connection between two ranks of a group on its way to being a link: the caller says which
-// rank it is, then both sides prove that they know the listener's token and the job's secret.
+// Turns a connection between two ranks of a group into a link: the caller says which rank it is,
+// then both sides prove that they know the listener's token and the job's secret.
 //
-// Owns the socket and never blocks. Frames have fixed sizes: a stranger cannot make us parse.
+// Owns the socket and never blocks. Fixed frame sizes: a stranger cannot make us parse anything.
 #pragma once
 
 #include <poll.h>
@@ -23,7 +23,7 @@ namespace hsdp::comm {
 class TcpHandshake {
  public:
   enum class State : std::uint8_t { kWaiting, kProven, kBroken };
-  // What a caller of that group rank has to prove; empty when no such caller is expected.
+  // What a caller with that group rank must prove; empty if that caller is not expected.
   using ProofFor = std::function<std::optional<SecretProof>(int caller)>;
 
   // The caller's side. The socket is non-blocking and may still be connecting.
@@ -31,21 +31,21 @@ class TcpHandshake {
   // The listener's side of a non-blocking socket.
   TcpHandshake(UniqueFd socket, ProofFor proof_for);
 
-  // Goes on as far as the socket lets it. Call it when what it waits for has come.
+  // Continues as far as the socket allows. Call it when what it waits for has arrived.
   State advance();
   [[nodiscard]] pollfd awaited() const { return {socket_.get(), events_, 0}; }
 
-  // The other side has answered.
+  // Whether the other side has answered.
   [[nodiscard]] bool is_connected() const { return greeted_ || done_ > 0; }
 
   // The caller's group rank, once proven.
   [[nodiscard]] int caller() const { return static_cast<int>(hello_.caller); }
   [[nodiscard]] UniqueFd take_socket();
-  // Why it is broken.
+  // Why it failed.
   [[nodiscard]] const std::string& problem() const { return problem_; }
 
  private:
-  // First on every connection.
+  // The first frame on every connection.
   struct Hello {
     static constexpr std::array<char, 8> kMagic{'h', 's', 'd', 'p', 't', 'c', 'p', '2'};
     std::array<char, 8> magic{};
@@ -55,12 +55,12 @@ class TcpHandshake {
   static_assert(sizeof(Hello) == 16);
 
   [[nodiscard]] bool greet();
-  // True when all bytes have moved; `done_` counts within the frame.
+  // True when all bytes have been moved; `done_` counts within the frame.
   [[nodiscard]] bool send(std::span<const std::uint8_t> frame);
   [[nodiscard]] bool receive(std::span<std::uint8_t> frame);
   template <typename Byte, typename Move>
   [[nodiscard]] bool move_all(std::span<Byte> frame, Move move, short events);
-  // What a failed system call leaves: more waiting, or the end.
+  // After a failed system call: waits for `events`, or gives up.
   void wait_or_break(short events);
   void break_off(std::string problem);
 

@@ -39,13 +39,13 @@ std::string descriptor_problem(std::size_t links) {
          " peers: " + descriptor_limit_text() + ", or use engine 'mpi'";
 }
 
-// Neither keepalive nor TCP_USER_TIMEOUT: Control finds dead peers [Note: dead links].
+// Sets neither keepalive nor TCP_USER_TIMEOUT: Control detects dead peers [Note: dead links].
 void tune(int socket) {
   const int yes = 1;
   ::setsockopt(socket, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
 }
 
-// A descriptor that a forked child does not keep.
+// A descriptor that a forked child closes.
 struct GuardedFd {
   UniqueFd fd;
   ForkGuard guard{fd.get()};
@@ -63,14 +63,14 @@ class Linker {
     int rank = 0;
     ip::tcp::endpoint address;
     std::string token;
-    std::optional<TcpHandshake> handshake;  // none between two calls
+    std::optional<TcpHandshake> handshake;  // empty between two calls
     Clock::time_point called;
     Clock::time_point next_call;
     Millis pause{10};
     std::optional<Clock::time_point> first_refusal;
   };
 
-  // What this rank tells the others: its address, or after a '!' why it has none.
+  // What this rank sends to the others: its address, or '!' and the reason why it has none.
   [[nodiscard]] std::string prepare();
   [[nodiscard]] bool listen();
   void learn_addresses(const std::vector<std::string>& messages, const std::vector<int>& ascending);
@@ -84,7 +84,7 @@ class Linker {
   void accept_new();
   void advance_caller(std::list<TcpHandshake>::iterator caller);
   void keep(int rank, UniqueFd socket);
-  // A new descriptor from `open`, at the cost of a reserved one or of a stranger if need be.
+  // A new descriptor from `open`; if necessary, frees a reserved one or drops a stranger.
   template <typename Open>
   [[nodiscard]] UniqueFd open_socket(Open open);
 
@@ -102,7 +102,7 @@ class Linker {
   std::string token_ = random_secret();
   UniqueFd listener_;
   ForkGuard listener_guard_;
-  std::vector<GuardedFd> reserved_;  // so that descriptors are known to suffice before all begin
+  std::vector<GuardedFd> reserved_;  // ensures enough descriptors before any rank begins
   std::list<Callee> callees_;
   std::list<TcpHandshake> callers_;  // not proven yet, oldest first
   std::vector<UniqueFd> sockets_;
@@ -164,7 +164,7 @@ std::string Linker::prepare() {
     if (is_descriptor_limit(errno)) return "!" + descriptor_problem(wanted);
     return "!tcp: cannot listen at " + control_.address() + ": " + problem_text(errno);
   }
-  // One more than links: whoever waits for the sockets needs a descriptor, too.
+  // One more than links, since the epoll set needs a descriptor, too.
   while (reserved_.size() <= wanted) {
     UniqueFd place(::fcntl(listener_.get(), F_DUPFD_CLOEXEC, 0));
     if (!place) return "!" + descriptor_problem(wanted);
@@ -247,8 +247,8 @@ void Linker::call_those_due() {
   }
 }
 
-// A refusal need not be final: the callee may have taken this rank for one stranger too many. If it
-// has ended, Control says so before the patience is over.
+// A refusal may be temporary: the callee may have dropped this rank as a stranger. If the callee
+// has ended, Control reports it before the patience is over.
 void Linker::call_later(Callee& callee, const std::string& reason) {
   constexpr Millis kPatience{10'000};
   constexpr Millis kLongestPause{320};
@@ -262,10 +262,10 @@ void Linker::call_later(Callee& callee, const std::string& reason) {
   callee.pause = std::min(2 * callee.pause, kLongestPause);
 }
 
-// A kernel answers for its processes, stopped ones too, until the listener's queue is full. This
-// comes before the world's timeout, which knows no address.
+// The kernel accepts for a process, even a stopped one, until the listener's queue is full. This
+// limit comes before the world's timeout, which does not know the address.
 void Linker::judge_silence(const Callee& callee) {
-  constexpr Millis kPatience{30'000};  // as with a dead control link
+  constexpr Millis kPatience{30'000};  // as for a dead control link
   const auto patience = std::min(kPatience, control_.timeout() / 2);
   if (!callee.handshake || callee.handshake->is_connected()) return;
   const auto silent = std::chrono::duration_cast<Millis>(Clock::now() - callee.called);
@@ -305,8 +305,8 @@ void Linker::advance_caller(std::list<TcpHandshake>::iterator caller) {
   callers_.erase(caller);
 }
 
-// Strangers may be as many as they like: the oldest callers make room, and a member among them
-// calls again.
+// There may be any number of strangers: the oldest callers make room, and a member among them calls
+// again.
 void Linker::accept_new() {
   constexpr std::size_t kMostStrangers = 64;
   for (;;) {
@@ -324,7 +324,7 @@ void Linker::accept_new() {
 }
 
 void Linker::wait_and_advance() {
-  constexpr Millis kLook{50};  // between looks at the world's failure and at calls that are due
+  constexpr Millis kLook{50};  // between checks for the world's failure and for due calls
   constexpr Millis kLookToCall{5};
   std::vector<pollfd> fds{{listener_.get(), POLLIN, 0}};
   bool calls_later = false;

@@ -8,24 +8,24 @@
 namespace hsdp::comm {
 namespace {
 
-// Two buffers of a few ranks on one core fit its second cache, with room for the data's own lines.
+// Two buffers each of a few ranks on one core fit its second-level cache, beside the data itself.
 constexpr std::size_t kSmallestTileBytes = std::size_t{128} << 10;
-constexpr std::int64_t kBlock = 32;  // elements: whole cache lines of any dtype
+constexpr std::int64_t kBlock = 32;  // elements: whole cache lines for any dtype
 constexpr std::size_t kWidestElementBytes = 8;
 
 std::int64_t divide_up(std::int64_t dividend, std::int64_t divisor) {
   return (dividend + divisor - 1) / divisor;
 }
 
-// Many ranks share a core, and no cache holds what all of them stage: then fewer meetings count for
-// more, and copies of whole pages.
+// Many ranks share a core, and no cache holds what they all stage: then fewer meetings matter more,
+// and so do copies of whole pages.
 std::size_t content_bytes(std::size_t ranks) {
   return std::max(kSmallestTileBytes, ranks * kPageBytes);
 }
 
 }  // namespace
 
-// Windows are whole blocks: up to one for each rank more than an even share.
+// Windows are whole blocks: each rank may take up to one more than an even share.
 std::size_t TilePlan::tile_bytes(int size) {
   return content_bytes(static_cast<std::size_t>(size)) +
          static_cast<std::size_t>(size * kBlock) * kWidestElementBytes;

@@ -1,7 +1,5 @@
-// How a message is cut into tiles that fit a buffer: all alike, each with a window of every rank's
-// slice in proportion to its length.
-//
-// A value; the same on every rank of a call.
+// Cuts a message into equal tiles that fit a buffer. Each tile has a window of every rank's slice,
+// in proportion to the slice's length. A value, the same on every rank of a call.
 #pragma once
 
 #include <cstddef>
@@ -18,17 +16,17 @@ class TilePlan {
   struct Window {
     std::int64_t begin = 0;  // element of the whole message
     std::int64_t count = 0;
-    std::size_t offset = 0;  // byte of the tile, on a cache line
+    std::size_t offset = 0;  // byte in the tile, aligned to a cache line
   };
 
-  // What a tile takes at most in a group of `size` ranks.
+  // The largest tile in a group of `size` ranks.
   [[nodiscard]] static std::size_t tile_bytes(int size);
 
-  // `slices` by rank; `element_bytes` of what lies in a tile.
+  // `slices` by rank; `element_bytes` of the elements in a tile.
   TilePlan(std::vector<ElementRun> slices, std::size_t element_bytes);
 
   [[nodiscard]] std::int64_t tiles() const { return tiles_; }
-  // Empty where the rank's slice has ended before this tile.
+  // Empty if the rank's slice ends before this tile.
   [[nodiscard]] Window window(int rank, std::int64_t tile) const;
 
  private:

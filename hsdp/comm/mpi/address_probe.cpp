@@ -21,11 +21,11 @@ namespace hsdp::comm {
 namespace {
 
 struct Found {
-  int order = 0;  // the lower, the better
+  int order = 0;  // lower is better
   std::string address;
 };
 
-// Empty for what no other host can use.
+// Empty for addresses that no other host can use.
 Found describe(const ifaddrs& entry) {
   if (entry.ifa_addr == nullptr || (entry.ifa_flags & IFF_UP) == 0U) return {};
   const bool is_loopback = (entry.ifa_flags & IFF_LOOPBACK) != 0U;
@@ -89,7 +89,7 @@ void AddressProbe::open() {
   if (!socket_ || ::getsockname(socket_.get(), generic, &length) != 0) {
     throw Error(std::string("rendezvous: rank 0 cannot listen: ") + std::strerror(errno));
   }
-  // The port is at one place in both kinds of address.
+  // Both kinds of address have the port at the same place.
   port_ = ntohs(reinterpret_cast<const sockaddr_in*>(&bound)->sin_port);  // NOLINT
 }
 

@@ -1,7 +1,7 @@
-// Finds an address of one host that other hosts reach: the one listens everywhere for a moment, the
-// others try the addresses that it has.
+// Finds an address of one host that other hosts can reach: that host listens everywhere for a
+// moment, and the others try its addresses.
 //
-// It proves nothing about who answers: the control connection, which follows, does.
+// It does not prove who answers; the control connection, which follows, does.
 #pragma once
 
 #include <cstddef>
@@ -13,12 +13,12 @@
 namespace hsdp::comm {
 
 // Numeric addresses of this host's interfaces that are up: IPv4, IPv6, then loopback. At most
-// `most`.
+// `most` of them.
 [[nodiscard]] std::vector<std::string> own_addresses(std::size_t most);
 
 class AddressProbe {
  public:
-  // Listens at a free port of every address until it dies. Error when it cannot.
+  // Listens at a free port of every address until it is destroyed. Throws Error on failure.
   void open();
   [[nodiscard]] int port() const { return port_; }
 
@@ -27,7 +27,7 @@ class AddressProbe {
   int port_ = 0;
 };
 
-// True when something listens at the numeric address within two seconds.
+// Whether something listens at the numeric address; gives up after two seconds.
 [[nodiscard]] bool reaches(const std::string& address, int port);
 
 }  // namespace hsdp::comm

@@ -9,7 +9,7 @@ void copy_own(void* to, const void* from, std::size_t size) {
   if (to != from && size > 0) std::memcpy(to, from, size);
 }
 
-// Every rank but `left_out` gets the row of every rank into its place.
+// Every rank except `left_out` gets each rank's row in its place.
 void gather_rows(MpiGroup& group, ConstTensorView own, TensorView all, const RowCut& cut,
                  int left_out) {
   MpiTransfers transfers = group.transfers();
@@ -27,8 +27,8 @@ void gather_rows(MpiGroup& group, ConstTensorView own, TensorView all, const Row
   group.wait(transfers);
 }
 
-// The root hands every rank a part, and the ranks hand their parts to each other: no rank sends
-// more than the message twice, however many there are.
+// The root sends a part to every rank, and the ranks exchange their parts: no rank sends more than
+// twice the message, however many there are.
 void scatter_parts(MpiGroup& group, TensorView data, const RowCut& cut, int root) {
   MpiTransfers transfers = group.transfers();
   for (int r = 0; r < group.size(); ++r) {

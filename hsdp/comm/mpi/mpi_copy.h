@@ -1,4 +1,4 @@
-// Collectives over MPI that only move bytes. Each follows group.agree() and returns when it is
+// Collectives over MPI that only move bytes. Call each after group.agree(); it returns when it is
 // complete on this rank.
 #pragma once
 

@@ -1,6 +1,6 @@
-// The engine of CPU clusters: host memory, messages of MPI, our own sums [Note: the MPI engine].
+// The engine for CPU clusters: host memory, MPI messages, our own sums [Note: the MPI engine].
 //
-// See engine.h for the contract. Refuses use in a forked child and by two threads at a time.
+// See engine.h for the contract. Throws in a forked child and if two threads use it at once.
 #pragma once
 
 #include <cstdint>
@@ -38,11 +38,11 @@ class MpiEngine : public Communicator::Engine, public std::enable_shared_from_th
   void broadcast(TensorView data, int root, Stream& stream) override;
   void barrier(Stream& stream) override;
   [[nodiscard]] std::shared_ptr<Engine> split(int color, int key) override;
-  // Memory of this rank alone: peers get messages.
+  // Private memory of this rank: peers receive messages.
   [[nodiscard]] SharedMemory allocate(std::int64_t count, Dtype dtype) override;
 
  private:
-  // Runs one call in stream order, alone, and ends the world if it breaks half way.
+  // Runs one call in stream order, exclusively, and ends the world if it fails half way.
   void run(Stream& stream, std::function<void(MpiGroup&)> call);
   void run_now(const std::function<void(MpiGroup&)>& call);
 

@@ -19,7 +19,7 @@ int MpiWorld::reserve_tag() {
 }
 
 void PollingWaiter::sleep(std::uint32_t /*seen*/, std::chrono::milliseconds /*at_most*/) {
-  // A sixteenth of the time waited so far is what a sleep may lose.
+  // A sleep may lose a sixteenth of the time waited so far.
   constexpr std::chrono::microseconds kShortest{20};
   constexpr std::chrono::microseconds kLongest{2'000};
   const auto waited = std::chrono::duration_cast<std::chrono::microseconds>(
@@ -47,7 +47,7 @@ void MpiGroup::agree(const HostCall& mine, std::string_view act) {
   throw_if_failed(control(), waiting_);
   ++sequence_;
   if (size() == 1 || planned_calls_->begin(mine)) return;
-  constexpr HostCall kNoCall{.kind = CallKind{}};  // until one has come whole
+  constexpr HostCall kNoCall{.kind = CallKind{}};  // until a whole call has arrived
   auto calls = std::make_shared<std::vector<HostCall>>(place_.members.size(), kNoCall);
   (*calls)[static_cast<std::size_t>(rank_)] = mine;
   auto sent = std::make_shared<HostCall>(mine);
@@ -74,7 +74,7 @@ std::shared_ptr<std::byte[]> MpiGroup::scratch(std::size_t which, std::size_t si
   if (scratch_.size() <= which) scratch_.resize(which + 1);
   Scratch& buffer = scratch_[which];
   if (buffer.size < size) {
-    buffer = {};  // before the larger one is made
+    buffer = {};  // freed before the larger one is made
     buffer = {std::make_shared_for_overwrite<std::byte[]>(size), size};
   }
   return buffer.bytes;
@@ -84,7 +84,7 @@ void MpiGroup::wait(MpiTransfers& transfers) {
   try {
     waiter_.start_wait();
     LongWait wait;
-    const auto peer = [&] {  // asked for before a sleep
+    const auto peer = [&] {  // called before a sleep
       if (wait.has_become_long()) planned_calls_->tell_of_wait();
       return transfers.pending_peer();
     };
@@ -99,8 +99,7 @@ void MpiGroup::wait(MpiTransfers& transfers) {
   }
 }
 
-// A peer that died, or that makes another call, breaks the transfer first, and is named by Control
-// a moment later.
+// A peer that died or made a different call breaks the transfer; Control names it shortly after.
 void MpiGroup::throw_transfer_failed(const std::exception& error) {
   planned_calls_->tell_of_wait();
   wait_for_verdict(control(), std::chrono::seconds(3));  // longer than others wait before they tell

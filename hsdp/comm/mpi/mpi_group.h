@@ -1,7 +1,7 @@
-// One rank's end of a group on the MPI engine: its members, the agreement that precedes every
-// collective, and how it waits for messages.
+// One rank's end of a group on the MPI engine: its members, the agreement before every collective,
+// and how it waits for messages.
 //
-// Driven by one thread at a time; several groups of a world may move at once.
+// One thread at a time may use it; several groups of a world may move data at once.
 #pragma once
 
 #include <atomic>
@@ -25,19 +25,19 @@
 
 namespace hsdp::comm {
 
-// What all groups of one rank have in common.
+// What all groups of one rank share.
 struct MpiWorld {
   std::shared_ptr<Control> control;
-  std::shared_ptr<MpiLink> link;  // null in a world of one
+  std::shared_ptr<MpiLink> link;  // null in a world of one rank
   std::unique_ptr<MpiProgress> progress;
   std::shared_ptr<void> failure_watch;
   std::atomic<int> next_group{1};  // 0 is the world
 
-  // A tag that no other rank and no later call names; -1 when there are none left.
+  // A tag that no other rank and no later call uses; -1 if none is left.
   [[nodiscard]] int reserve_tag();
 };
 
-// Waits by looking: MPI wakes nobody. Sleeps longer the longer it has waited.
+// Waits by polling, since MPI wakes no thread. Sleeps longer the longer it has waited.
 class PollingWaiter : public Waiter {
  public:
   explicit PollingWaiter(Bell& bell) : Waiter(bell) {}
@@ -50,8 +50,8 @@ class PollingWaiter : public Waiter {
 
 class MpiGroup {
  public:
-  // `id` names the group in exchanges, once per world; `members` are world ranks in group order;
-  // `tag` is the same on all of them and no other group's.
+  // `id` names the group in exchanges and is used once per world; `members` are world ranks in
+  // group order; `tag` is the same on all of them and different from other groups'.
   struct Place {
     std::string id;
     std::vector<int> members;
@@ -68,10 +68,10 @@ class MpiGroup {
   [[nodiscard]] std::uint64_t sequence() const { return sequence_; }
   [[nodiscard]] int peer(int rank) const { return place_.members[static_cast<std::size_t>(rank)]; }
 
-  // Starts the next call: every member tells every other what it is about to do. MismatchError on
-  // every rank when they differ. Returns when all have come, so it is a barrier too; of a planned
-  // call that all have made before it returns at once.
-  // `act`: see CallLabel.
+  // Starts the next call: every member tells every other what it is about to do. Throws
+  // MismatchError on every rank if they differ. It returns when all have arrived, so it is also a
+  // barrier; for a planned call that all have made before it returns immediately. For `act` see
+  // CallLabel.
   void agree(const HostCall& mine, std::string_view act = {});
   // Null in a group of one.
   [[nodiscard]] PlannedCalls* planned_calls() {
@@ -79,12 +79,11 @@ class MpiGroup {
   }
   [[nodiscard]] MpiTransfers transfers() const { return {world_->link, place_.tag}; }
   [[nodiscard]] int tag() const { return place_.tag; }
-  // Buffer number `which`, of at least `size` bytes; the next call of this group may get it again.
+  // Buffer `which`, of at least `size` bytes; the group's next call may reuse it.
   [[nodiscard]] std::shared_ptr<std::byte[]> scratch(std::size_t which, std::size_t size);
-  // Until they are done.
   void wait(MpiTransfers& transfers);
 
-  // After a call that broke off: see MpiLink::abandon.
+  // Call it after a call that failed half way: see MpiLink::abandon.
   void abandon();
 
   // One message from every member to every member through Control, in group order.

@@ -19,12 +19,12 @@ namespace {
 
 constexpr std::chrono::seconds kBoundedFinalize{10};
 
-// Lives as long as the process: calls at exit come in any order.
+// Lives as long as the process, since calls at exit come in any order.
 struct Library {
   std::mutex opening;
   std::atomic<bool> is_open{false};
   std::atomic<pid_t> process{0};
-  std::shared_mutex use;  // shared: a call of MPI; exclusive: MPI_Finalize begins
+  std::shared_mutex use;  // shared: an MPI call; exclusive: MPI_Finalize begins
   std::atomic<bool> is_finalizing{false};
   std::atomic<bool> is_finalized{false};
   std::atomic<MpiExit> exit{MpiExit::kFinalize};
@@ -63,8 +63,7 @@ void watch_for_finalize() {
   check_mpi(MPI_Comm_set_attr(MPI_COMM_SELF, key, nullptr), "MPI_Comm_set_attr");
 }
 
-// A dead rank keeps MPI_Finalize from returning; the process must end all the same, with its own
-// status.
+// A dead rank keeps MPI_Finalize from returning; the process must still end with its own status.
 void finalize_at_exit(int status, void* /*unused*/) {
   Library& mpi = library();
   const MpiExit way = mpi.exit;

@@ -42,7 +42,7 @@ MpiLink::MpiLink() : opening_(std::make_unique<Opening>()) {
   check_mpi(MPI_Comm_idup(MPI_COMM_WORLD, &opening_->comm, &opening_->request), "MPI_Comm_idup");
 }
 
-// Not freed while something is under way in it, nor in the middle of MPI_Finalize.
+// Do not free it while something is in progress there, or inside MPI_Finalize.
 MpiLink::~MpiLink() {
   if (!MpiUse::is_possible() || !opening_->is_open || is_abandoned_ ||
       opening_->request != MPI_REQUEST_NULL) {
@@ -52,7 +52,7 @@ MpiLink::~MpiLink() {
   try {
     const MpiUse use;
     MPI_Comm_free(&opening_->comm);
-  } catch (const std::exception&) {  // finalized meanwhile
+  } catch (const std::exception&) {  // MPI was finalized meanwhile
   }
 }
 

@@ -1,8 +1,8 @@
-// A communicator of our own over all ranks of MPI_COMM_WORLD: what the groups of one world talk
-// over, told apart by their tags.
+// Our own communicator over all ranks of MPI_COMM_WORLD. The groups of one world share it; their
+// tags tell their messages apart.
 //
-// Thread-safe once it is open. Point-to-point only: nothing that was started there has to be
-// completed by ranks which are no more [Note: MPI point to point].
+// Thread-safe once it is open. Point-to-point only: nothing started there needs ranks that are gone
+// in order to complete [Note: MPI point to point].
 #pragma once
 
 #include <atomic>
@@ -15,31 +15,31 @@ namespace hsdp::comm {
 
 class MpiLink {
  public:
-  // Starts to open it. Collective over MPI_COMM_WORLD, in the same order on every rank.
+  // Starts opening it. Collective over MPI_COMM_WORLD, in the same order on every rank.
   MpiLink();
   ~MpiLink();
   MpiLink(const MpiLink&) = delete;
   MpiLink& operator=(const MpiLink&) = delete;
 
-  // Looks whether it is open.
+  // Checks whether it is open.
   [[nodiscard]] bool is_open();
   [[nodiscard]] int largest_tag() const { return largest_tag_; }
 
-  // Starts to hand `mine`, of one size on all ranks, to every rank; one at a time, before any
-  // transfers.
+  // Starts to send `mine`, of the same size on all ranks, to every rank. One gather at a time,
+  // before any transfers.
   void start_gather(std::vector<std::byte> mine);
-  // True when all blocks have come; result: one after the other in rank order.
+  // Whether all blocks have arrived; the result holds them in rank order.
   [[nodiscard]] bool is_gathered();
   [[nodiscard]] const std::vector<std::byte>& gathered() const;
 
-  // Lets the MPI library work on what it still has to send for this process.
+  // Lets the MPI library work on what this process still has to send.
   void make_progress();
 
-  // A call broke off: messages may be on their way that nobody will receive. The communicator then
-  // stays for good, since MPI would give them to the next one of the same number.
+  // Call it when a call failed half way: messages may be in flight that no rank will receive. The
+  // communicator is then never freed, since MPI would deliver them to the next one with its number.
   void abandon() { is_abandoned_ = true; }
 
-  // The communicator as MPI's integer handle, good for every source file.
+  // The communicator as MPI's integer handle, valid in every source file.
   [[nodiscard]] int handle() const;
 
  private:

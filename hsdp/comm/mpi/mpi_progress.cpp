@@ -25,7 +25,7 @@ struct MpiProgress::Worker {
     while (!changed.wait_for(lock, kPause, [this] { return closing; })) {
       try {
         link->make_progress();
-      } catch (const std::exception&) {  // finalized: the calls of the groups say so
+      } catch (const std::exception&) {  // finalized: the groups' calls report it
         return;
       }
     }
@@ -40,7 +40,7 @@ MpiProgress::MpiProgress(std::shared_ptr<MpiLink> link)
 
 MpiProgress::~MpiProgress() {
   if (fork_generation_ != comm::fork_generation()) {
-    static_cast<void>(worker_.release());  // the thread is the parent's
+    static_cast<void>(worker_.release());  // the thread belongs to the parent
     return;
   }
   {

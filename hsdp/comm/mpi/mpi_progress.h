@@ -1,7 +1,7 @@
-// Calls MPI now and then while a world is open, whatever its ranks do.
+// Calls MPI regularly while a world is open, whatever its ranks do.
 //
-// MPI moves a message only inside calls of MPI: a rank that has handed over its last bytes and then
-// waits elsewhere (the status word) could keep a peer waiting for them for ever
+// MPI moves a message only inside MPI calls. A rank that has handed over its last bytes and then
+// waits elsewhere (for the status word) could make a peer wait for them forever
 // [Note: MPI progress].
 #pragma once
 

@@ -8,7 +8,7 @@
 namespace hsdp::comm {
 namespace {
 
-// A window is long enough for MPI's large messages, and all ranks' windows stay a small scratch.
+// Windows are long enough for MPI's large messages, while scratch for all ranks stays small.
 constexpr std::size_t kScratchBytes = std::size_t{16} << 20;
 constexpr std::size_t kLongestWindowBytes = std::size_t{512} << 10;
 constexpr std::size_t kShortestWindowBytes = std::size_t{16} << 10;
@@ -103,7 +103,7 @@ std::byte* MpiReduce::result_at(const ElementRun& window) const {
   return out_ + static_cast<std::size_t>(window.begin - out_begin_) * size_bytes(dtype);
 }
 
-// Only an all-reduce rounds on the way.
+// Only an all-reduce rounds for the wire.
 void MpiReduce::encode(const ElementRun& window, std::byte* place) const {
   kernels::scale_and_cast({.in = row_at(window),
                            .in_dtype = dtype_,
@@ -144,7 +144,7 @@ void MpiReduce::send_rows(std::int64_t t) {
   }
 }
 
-// What is rounded on the way is decoded from the bytes that the peers get.
+// If totals are rounded, decodes this rank's from the bytes that peers receive.
 void MpiReduce::sum(std::int64_t t) {
   Turn& now = turn(t);
   const ElementRun own = window(group_.rank(), t);

@@ -1,9 +1,9 @@
-// Reduce-scatter and all-reduce over MPI: an all-to-all of rows, our own sum in ascending rank, and
-// for an all-reduce an all-gather of the totals, window by window.
+// Reduce-scatter and all-reduce over MPI: an all-to-all of rows, our own sum in ascending rank and,
+// for an all-reduce, an all-gather of the totals, window by window.
 //
-// Every rank's slice is cut into windows; in turn t the t-th window of every slice is under way.
-// The rows of turn t + 1 travel while turn t is summed, and its totals while turn t + 1 is. Scratch
-// is two windows of every rank, whatever the size of the message.
+// Every rank's slice is cut into windows; turn t processes the t-th window of every slice. The rows
+// of turn t + 1 travel while turn t is summed, and the totals of turn t while turn t + 1 is summed.
+// Scratch holds two windows of every rank, whatever the size of the message.
 #pragma once
 
 #include <atomic>
@@ -24,15 +24,15 @@ class MpiReduce {
   MpiReduce(MpiGroup& group, const ReduceScatter& args);
   MpiReduce(MpiGroup& group, const AllReduce& args);
 
-  // After group.agree(). Returns when the collective is complete on this rank.
+  // Call it after group.agree(). Returns when the collective is complete on this rank.
   void run();
 
  private:
   using Bytes = std::shared_ptr<std::byte[]>;
   struct Turn {
-    Bytes rows;    // by rank: what came for this rank's window, in the wire dtype
-    Bytes sent;    // by rank: what was rounded for theirs
-    Bytes totals;  // by rank, when totals are rounded
+    Bytes rows;    // by rank: rows received for this rank's window, in the wire dtype
+    Bytes sent;    // by rank: rows rounded for their windows
+    Bytes totals;  // by rank, if totals are rounded
     std::optional<MpiTransfers> row_transfers;
     std::optional<MpiTransfers> total_transfers;
   };
@@ -57,7 +57,7 @@ class MpiReduce {
   MpiGroup& group_;
   const std::byte* in_;
   std::byte* out_;
-  std::int64_t out_begin_;  // the element of the whole message that lies at out_
+  std::int64_t out_begin_;  // the element of the whole message at out_
   Dtype dtype_;             // of the rows in memory
   Dtype wire_;
   kernels::SumSpec spec_;

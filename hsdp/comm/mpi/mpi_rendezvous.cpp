@@ -1,4 +1,4 @@
-// How MPI carries what ranks on several hosts need to meet: an address of rank 0 that all of them
+// Uses MPI to carry what ranks on several hosts need to meet: an address of rank 0 that all can
 // reach, and a secret made for this job [Note: MPI carries the address].
 #include <algorithm>
 #include <array>
@@ -28,10 +28,10 @@ constexpr std::size_t kAddresses = 8;
 constexpr std::size_t kSecretBytes = 64;
 constexpr std::size_t kAddressBytes = 46;  // INET6_ADDRSTRLEN
 
-// What every rank tells all: plain data of one size.
+// What every rank sends to all: plain data of one size.
 struct Introduction {
   std::uint64_t host = 0;
-  std::int32_t port = 0;  // rank 0's, like what follows
+  std::int32_t port = 0;  // rank 0's, like the following fields
   std::array<char, kSecretBytes + 1> secret{};
   std::array<std::array<char, kAddressBytes>, kAddresses> addresses{};
 };
@@ -55,7 +55,7 @@ class MpiMeeting {
   }
 
  private:
-  // There is no control connection yet: only the clock ends this.
+  // There is no control connection yet: only the deadline ends this.
   void await(const std::function<bool()>& ready) const {
     while (!ready()) {
       if (Clock::now() > end_) {
@@ -84,12 +84,12 @@ bool lacks_meeting_point(const LaunchEnvironment& launch) {
   return !launch.one_host() && (!launch.address || !launch.secret);
 }
 
-// Only the launchers that are MPI's own: under another one a process may not be a rank of MPI.
+// Only MPI's own launchers: under others, a process may not be an MPI rank.
 bool is_mpi_launch(const LaunchEnvironment& launch) {
   return launch.family == LaunchFamily::kOpenMpi || launch.family == LaunchFamily::kPmi;
 }
 
-// The address that all ranks reach: all of them see the same answers, and choose alike.
+// Chooses the address that all ranks can reach; all see the same answers and choose the same one.
 void choose_address(const Introduction& hub, MpiMeeting& meeting, LaunchEnvironment& launch) {
   std::uint32_t reached = 0;
   for (std::size_t i = 0; i < kAddresses; ++i) {
@@ -116,12 +116,12 @@ LaunchEnvironment meet_over_mpi(LaunchEnvironment launch, bool is_engine,
                                    : is_mpi_launch(launch) && lacks_meeting_point(launch);
   if (launch.size == 1 || !is_needed) return launch;
   open_mpi();
-  // Under another MPI's mpirun the host engine is told which settings it lacks.
+  // Under another MPI's mpirun, let the host engine report which settings it lacks.
   if (!is_engine && mpi_place().size == 1) return launch;
   require_mpi_place(launch.rank, launch.size);
   MpiMeeting meeting(launch, timeout);
   Introduction mine{.host = std::hash<std::string>()(host_identity())};
-  AddressProbe probe;  // rank 0 answers while the others try
+  AddressProbe probe;  // rank 0 listens while the others try
   if (launch.rank == 0) {
     probe.open();
     mine.port = probe.port();

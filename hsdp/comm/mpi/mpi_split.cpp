@@ -15,7 +15,7 @@
 namespace hsdp::comm {
 namespace {
 
-// What a rank says when its group splits: any of its tags may become the new group's.
+// A rank's part in a split; any rank's tag may become the new group's.
 struct SplitWish {
   int color = 0;
   int key = 0;
@@ -53,7 +53,7 @@ std::optional<MpiGroup::Place> split_group(MpiGroup& group, int color, int key) 
     if (wish.color == color) chosen.push_back({wish.key, r, wish.tag});
   }
   if (color < 0) return std::nullopt;
-  std::ranges::stable_sort(chosen, {}, &Member::key);  // they are in rank order
+  std::ranges::stable_sort(chosen, {}, &Member::key);  // they are already in rank order
   MpiGroup::Place place{
       .id = group.id() + "." + std::to_string(group.sequence()) + "c" + std::to_string(color),
       .members = {},

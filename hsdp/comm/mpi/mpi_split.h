@@ -1,4 +1,4 @@
-// What the members of a group make together over the control connection: groups and memory.
+// What the members of a group create together over the control connection: groups and memory.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,11 @@
 
 namespace hsdp::comm {
 
-// Collective: this rank's place in the group of its color, ordered by (key, rank); none for a
-// negative color. Fails on every rank when MPI has no tag left for it.
+// Collective: this rank's place in the group of its color, ordered by (key, rank); nothing for a
+// negative color. Fails on every rank if MPI has no tag left.
 [[nodiscard]] std::optional<MpiGroup::Place> split_group(MpiGroup& group, int color, int key);
 
-// Collective, though each rank's memory is its own: it fails on every rank when it fails on one.
+// Collective, though each rank's memory is private: if it fails on one rank, it fails on all.
 [[nodiscard]] SharedMemory allocate_private(MpiGroup& group, std::int64_t count, Dtype dtype);
 
 }  // namespace hsdp::comm

@@ -26,7 +26,7 @@ struct MpiTransfers::Pending {
   MPI_Comm comm = MPI_COMM_NULL;
   int tag = 0;
   std::vector<Message> messages;
-  std::vector<MPI_Request> requests;  // of each message, its piece under way
+  std::vector<MPI_Request> requests;  // the current piece of each message
   std::vector<int> completed;
   std::vector<std::shared_ptr<void>> kept;
 
@@ -51,7 +51,7 @@ struct MpiTransfers::Pending {
     message.left -= size;
   }
 
-  // The indices of the messages whose piece is through.
+  // The indices of the messages whose current piece is done.
   std::span<const int> take_completed() {
     int count = 0;
     check_mpi(MPI_Testsome(static_cast<int>(requests.size()), requests.data(), &count,
@@ -79,7 +79,7 @@ MpiTransfers::~MpiTransfers() {
   try {
     const MpiUse use;
     ended = end();
-  } catch (const std::exception&) {  // finalized: there is nothing to end any more
+  } catch (const std::exception&) {  // finalized: nothing is left to end
   }
   if (ended) return;
   worsen_mpi_exit(MpiExit::kLeave);
@@ -87,8 +87,7 @@ MpiTransfers::~MpiTransfers() {
   static_cast<void>(pending_.release());
 }
 
-// A reception that nothing has come for is gone at once; what is in the middle of its bytes gets a
-// moment.
+// A reception without a message is cancelled at once; one in the middle of its bytes gets a moment.
 bool MpiTransfers::end() {
   constexpr int kLooks = 100;
   for (std::size_t i = 0; i < pending_->messages.size(); ++i) {
@@ -110,7 +109,7 @@ void MpiTransfers::keep(std::shared_ptr<void> memory) {
 
 void MpiTransfers::send(int peer, const void* data, std::size_t size) {
   const MpiUse use;
-  // MPI only reads what it sends, but two libraries differ in whether they say so.
+  // MPI only reads what it sends, but not every library declares it const.
   auto* const bytes = static_cast<std::byte*>(const_cast<void*>(data));  // NOLINT
   pending_->add({.data = bytes, .left = size, .peer = peer, .is_sent = true});
 }

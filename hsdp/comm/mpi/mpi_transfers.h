@@ -1,11 +1,10 @@
-// Messages between this rank and others that are on their way at the same time.
+// Messages between this rank and others that are in flight at the same time.
 //
-// Bytes only, of any size: a long one travels in pieces, one after the other. Between two ranks the
-// messages of a tag arrive in the order in which both sides name them; of several MpiTransfers at
-// work at once none may hold a message longer than kPieceBytes. One thread at a time.
+// Bytes only, of any size: a long message travels in pieces, one after the other. Between two
+// ranks, the messages of a tag arrive in the order in which both sides add them. If several
+// MpiTransfers are active, none may have a message longer than kPieceBytes. Not thread-safe.
 //
-// Whoever gives up before all is done destroys it: receptions are cancelled, and what cannot be
-// ended keeps the memory that it was given to keep.
+// To give up early, destroy it: receptions are cancelled. What cannot be ended keeps its memory.
 #pragma once
 
 #include <cstddef>
@@ -24,14 +23,14 @@ class MpiTransfers {
   MpiTransfers(const MpiTransfers&) = delete;
   MpiTransfers& operator=(const MpiTransfers&) = delete;
 
-  // Memory that the messages use and that ends with their owner.
+  // Keeps memory that the messages use until the last of them has ended.
   void keep(std::shared_ptr<void> memory);
-  // `peer` is a rank of MPI_COMM_WORLD. The memory must stay until test() is true.
+  // `peer` is a rank of MPI_COMM_WORLD. The memory must stay valid until test() returns true.
   void send(int peer, const void* data, std::size_t size);
   void receive(int peer, void* data, std::size_t size);
-  // Moves on; true when nothing is left to do.
+  // Makes progress; returns true when everything is done.
   [[nodiscard]] bool test();
-  // Somebody who is waited for, -1: nobody.
+  // A peer that is waited for; -1: none.
   [[nodiscard]] int pending_peer() const;
 
  private:

@@ -15,7 +15,7 @@
 namespace hsdp::comm {
 namespace {
 
-// How many worlds were made over a control before: each needs names of its own in the exchanges.
+// Numbers the worlds made over one control: each needs different names in the exchanges.
 int count_world(const std::shared_ptr<Control>& control) {
   static std::mutex mutex;
   static std::map<std::weak_ptr<Control>, int, std::owner_less<>> counts;
@@ -30,7 +30,7 @@ std::vector<int> everyone(const Control& control) {
   return ranks;
 }
 
-// Why this rank cannot take part; empty when it can.
+// Why this rank cannot take part; empty if it can.
 std::string open_library(const Control& control) {
   try {
     open_mpi();
@@ -41,8 +41,8 @@ std::string open_library(const Control& control) {
   return {};
 }
 
-// MPI_Init waits for all ranks and cannot be left: nobody calls it before all are here. A rank that
-// cannot take part says so, and nobody waits for it inside MPI.
+// MPI_Init waits for all ranks and cannot be interrupted: no rank calls it before all are here. A
+// rank that cannot take part says so, and no other rank waits for it inside MPI.
 void open_everywhere(Control& control, const std::string& id) {
   static_cast<void>(control.exchange(id + "/start", everyone(control), "", {"init_mesh"}));
   const std::string fault = open_library(control);
@@ -72,7 +72,7 @@ Communicator mpi_world(const std::shared_ptr<Control>& control) {
   const std::string id = "mpi" + std::to_string(count_world(control));
   auto world = std::make_shared<MpiWorld>();
   world->control = control;
-  if (control->size() > 1) {  // nobody else, no MPI
+  if (control->size() > 1) {  // a single rank needs no MPI
     open_everywhere(*control, id);
     world->failure_watch = control->on_failure([] { worsen_mpi_exit(MpiExit::kBounded); });
     world->link = std::make_shared<MpiLink>();

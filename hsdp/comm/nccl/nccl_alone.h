@@ -1,4 +1,4 @@
-// What a group of one does with memory on a GPU: nothing travels, nothing is rounded.
+// What a group of one does with GPU memory: it sends and rounds nothing.
 #pragma once
 
 #include "hsdp/comm/communicator.h"

@@ -29,7 +29,7 @@ std::uint64_t hash_cut(const RowCut& cut, Reduction reduction = Reduction::kExac
 NcclEngine::NcclEngine(std::unique_ptr<NcclGroup> group) : group_(std::move(group)) {}
 
 NcclEngine::~NcclEngine() {
-  // NCCL's threads and the watch are the parent's.
+  // NCCL's threads and the watch belong to the parent.
   if (guard_.in_forked_child()) static_cast<void>(group_.release());
 }
 
@@ -81,7 +81,7 @@ void NcclEngine::run(Call call, Stream& stream) {
   });
 }
 
-// After what the default stream did so far, and complete when it returns, or throws.
+// Runs after what the default stream has done so far; complete when it returns or throws.
 void NcclEngine::run_on_own_stream(const Call& call) {
   bool may_run = false;
   try {
@@ -100,22 +100,21 @@ void NcclEngine::run_on_own_stream(const Call& call) {
   }
 }
 
-// What was enqueued before a call failed uses the caller's memory.
+// What was enqueued before a call failed still uses the caller's memory.
 void NcclEngine::settle_own_stream() {
   try {
     wait(own_stream_->record());
-  } catch (const std::exception&) {  // the world's error, which the caller has
+  } catch (const std::exception&) {  // the world's error, which the caller already has
   }
 }
 
-// An aborted communicator lets the GPU go on, with data that nobody sent; one whose abort hangs
-// does not.
+// After an abort the GPU continues, with garbage as data. If the abort hangs, it does not.
 void NcclEngine::wait(const Event& event) {
   using std::chrono::microseconds;
   using Clock = std::chrono::steady_clock;
   constexpr microseconds kShortest{10};
   constexpr microseconds kLongest{500};
-  // For all waits together, and then shortly for each.
+  // The first is for all waits together, the second for each one after that.
   constexpr std::chrono::seconds kAbortTime{3};
   constexpr std::chrono::milliseconds kShortly{100};
   auto pause = kShortest;
@@ -128,7 +127,7 @@ void NcclEngine::wait(const Event& event) {
       end = std::max(abort_end_.load(), now + kShortly);
     }
     if (end && Clock::now() > *end) {
-      free_after(device(), event);  // nobody waits for what hangs
+      free_after(device(), event);  // no one will wait for the hanging work
       control().throw_if_failed();
     }
     std::this_thread::sleep_for(pause);
@@ -185,7 +184,7 @@ void NcclEngine::all_gather(ConstTensorView in, TensorView out, const RowCut& cu
   NcclGroup::Result result{out};
   const std::int64_t own = cut.begin(group_->rank());
   const std::int64_t end = cut.begin(group_->rank() + 1);
-  if (in.data == out.slice(own, in.count).data) {  // what is this rank's alone stays its
+  if (in.data == out.slice(own, in.count).data) {  // an abort must not poison this rank's own row
     result = {.out = out.slice(0, own), .rest = out.slice(end, out.count - end)};
   }
   run({.agreed = {.terms = terms, .in = in, .out = out, .act = label.act},

@@ -1,9 +1,9 @@
 // The engine for GPUs, on libnccl.
 //
-// See engine.h for the contract. Memory lies on the device that the world was made for. On a stream
-// of that device a call returns when everything is enqueued: it waits for the peers to make the
-// same call, never for the GPU. On a host stream it is complete when the task is. Collectives of
-// all communicators of a process must be issued in one order on every rank (IssueOrder).
+// See engine.h for the contract. Memory lies on the world's device. On a stream of that device a
+// call returns when everything is enqueued: it waits for the peers to make the same call, never for
+// the GPU. On a host stream the collective is complete when the task is. All communicators of a
+// process must issue their collectives in the same order on every rank (IssueOrder).
 #pragma once
 
 #include <algorithm>
@@ -69,15 +69,15 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
       std::size_t& most = bytes[registered ? 1 : 0];
       most = std::max(most, size);
     }
-    std::array<std::size_t, 2> bytes{};  // of memory that is not registered, and that is
+    std::array<std::size_t, 2> bytes{};  // unregistered and registered memory
   };
-  // Agrees on it with the peers and enqueues, on `stream` or on a stream of its own.
+  // Agrees on the call with the peers and enqueues it, on `stream` or on the engine's stream.
   void run(Call call, Stream& stream);
   void run_on_own_stream(const Call& call);
   void settle_own_stream();
   void agree(const Call& call, const Stream& stream);
   void reserve(const WorkSizes& most);
-  // Alone, and ends the world if it breaks half way.
+  // Runs exclusively, and ends the world if it fails half way.
   void run_now(const std::function<void(NcclGroup&)>& call);
   void require_own_device(Device device, std::string_view operation) const;
   [[nodiscard]] Device device() const { return group_->world()->device; }
@@ -85,7 +85,7 @@ class NcclEngine : public Communicator::Engine, public std::enable_shared_from_t
   std::unique_ptr<NcclGroup> group_;
   CallGuard guard_;
   std::optional<Stream> own_stream_;
-  // When waits give up, once the world has failed.
+  // When waits give up after the world has failed.
   std::atomic<std::chrono::steady_clock::time_point> abort_end_{{}};
 };
 

@@ -14,8 +14,8 @@
 namespace hsdp::comm {
 namespace {
 
-// Where the rows of a sum lie: those of the peers in work memory, this rank's own where it is,
-// unless there are so many that all must lie at equal distances.
+// Where the rows of a sum lie: peers' rows in work memory, this rank's in place, unless there are
+// so many that all must lie at equal distances.
 class Rows {
  public:
   Rows(const NcclGroup& group, ConstTensorView own, std::byte* work, Stream& stream)
@@ -49,13 +49,13 @@ class Rows {
   std::byte* work_;
 };
 
-// Calls visit(rank) for every peer, each rank beginning with its neighbour.
+// Calls visit(rank) for every peer; each rank begins with its neighbour.
 template <typename Visit>
 void each_peer(const NcclGroup& group, Visit visit) {
   for (int step = 1; step < group.size(); ++step) visit((group.rank() + step) % group.size());
 }
 
-// Row r of `in` goes to peer r; this rank's row of peer r comes to place(r).
+// Row r of `in` goes to peer r; the row from peer r arrives at place(r).
 template <typename Place>
 void exchange_rows(NcclGroup& group, ConstTensorView in, const RowCut& cut, Stream& stream,
                    Place place) {
@@ -95,7 +95,7 @@ void all_reduce_as_it_is(NcclGroup& group, const AllReduce& args, Stream& stream
   if (args.nonfinite != nullptr) kernels::find_nonfinite(args.data, args.nonfinite, stream);
 }
 
-// f32 data, rounded to the wire dtype once on the way out and once on the way back.
+// For f32 data: rows are rounded to the wire dtype once, and so are the totals.
 void all_reduce_rounded(NcclGroup& group, const AllReduce& args, Stream& stream) {
   const std::int64_t count = args.data.count;
   const RowCut cut = sum_cut(count, group.size());

@@ -1,7 +1,7 @@
-// The collectives of a group that has at least two ranks, from NCCL's sends, receives and gathers
-// and from our own kernels: the bits are those of every other engine.
+// The collectives of a group of at least two ranks, made of NCCL's sends, receives and gathers and
+// of our own kernels: the bits are those of every other engine.
 //
-// Each runs in a task of `stream`, after NcclGroup::agree(), and enqueues only. Rows may have any
+// Each runs in a task of `stream`, after NcclGroup::agree(), and only enqueues. Rows may have any
 // cut: uneven, empty.
 #pragma once
 

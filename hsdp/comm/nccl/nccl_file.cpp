@@ -26,8 +26,8 @@ std::string loader_error() {
   return text == nullptr ? "no reason" : text;
 }
 
-// Where the wheel of NCCL may lie: beside this library as part of a Python package, and in the
-// active virtual environment.
+// Where NCCL's wheel may be: next to this library in a Python package, and in the active virtual
+// environment.
 std::vector<std::filesystem::path> wheel_files() {
   const std::filesystem::path in_packages =
       std::filesystem::path("nvidia") / "nccl" / "lib" / kLibraryName;

@@ -16,13 +16,13 @@
 namespace hsdp::comm {
 namespace {
 
-// HostCall::part: what the call's memory is, two bits each.
+// HostCall::part: the kinds of the call's memory, two bits each.
 enum MemoryWord : std::uint32_t { kNothing = 0, kPlain = 1, kRegistered = 2 };
 constexpr unsigned kInShift = 0;
 constexpr unsigned kOutShift = 2;
 constexpr std::uint32_t kMemoryMask = 3;
 constexpr std::uint32_t kNoWork = 1U << 4;
-// What is kept of a planned call: which of its memory is registered.
+// The word kept for a planned call: which of its memory is registered.
 constexpr std::uint32_t kInWord = 1;
 constexpr std::uint32_t kOutWord = 2;
 
@@ -98,7 +98,7 @@ std::vector<HostCall> NcclGroup::exchange_calls(const HostCall& mine) {
   return calls;
 }
 
-// Memory that was reserved. The same on all ranks, unlike what one of them has a byte of.
+// Only reserved memory counts: it is the same on all ranks, unlike memory that may be empty on one.
 bool NcclGroup::has_work(const WorkNeed& work) const {
   return work.bytes == 0 || registered_.in || (work.between_kinds && !registered_.out) ||
          memory_.has_work(work.bytes, false) ||
@@ -190,7 +190,7 @@ void NcclGroup::enqueue(Stream& stream, const Result& result,
   });
   scratch_.reset();
   if (ran) return;
-  stream.synchronize();  // throws what broke it
+  stream.synchronize();  // throws the error that broke the stream
   throw Error("stream: broken by an earlier task");
 }
 
@@ -202,7 +202,7 @@ void NcclGroup::wait_for_calls() const {
 }
 
 void NcclGroup::fail(const NcclError& error) {
-  // A peer that makes another call knows better.
+  // A peer that made a different call can report more.
   if (planned_calls_) planned_calls_->tell_of_wait();
   wait_for_verdict(control(), error.remote() ? kVerdictTime : kOwnVerdictTime);
   end_world(control(), nccl_failure(control(), error.remote(), error.what(), waiting_), waiting_);

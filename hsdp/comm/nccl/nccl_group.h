@@ -1,5 +1,5 @@
-// The ranks of one Communicator on NCCL: who they are, what they agree on before a call, and how a
-// call gets onto a stream.
+// The ranks of one Communicator on NCCL: its members, their agreement before a call, and how a call
+// gets onto a stream.
 //
 // One call at a time. Errors end the world.
 #pragma once
@@ -25,7 +25,7 @@ namespace hsdp::comm {
 
 class NcclGroup {
  public:
-  // `link` is empty for a group of one, which sends nothing.
+  // `link` is null for a group of one, which sends nothing.
   NcclGroup(std::shared_ptr<NcclWorld> world, std::unique_ptr<NcclLink> link, std::string id,
             std::vector<int> members);
 
@@ -41,72 +41,72 @@ class NcclGroup {
 
   [[nodiscard]] NcclMemory& memory() { return memory_; }
 
-  // What a call needs beside its arguments, on its stream.
+  // The memory that a call needs besides its arguments, on its stream.
   struct WorkNeed {
     std::size_t bytes = 0;
-    bool of_either_kind = false;  // it sends from there, too: registered or not
-    bool between_kinds = false;   // only where one of `in` and `out` is registered
+    bool of_either_kind = false;  // it also sends from there: registered or not
+    bool between_kinds = false;   // only if just one of `in` and `out` is registered
   };
   struct Call {
     HostCall terms;
-    // What NCCL may read, and what it may write that it does not read.
+    // What NCCL may read, and what else it may write.
     ConstTensorView in{};
     ConstTensorView out{};
     WorkNeed work{};
     std::string_view act{};  // see CallLabel
   };
-  // Returns when every rank makes this same call; a difference ends the world. Where a rank has no
-  // memory for the work it is an AgreedError. A planned call that was agreed on before, and whose
-  // work memory was reserved, returns at once.
+  // Returns when every rank makes this call; a difference ends the world. If a rank has no memory
+  // for the work, all throw AgreedError. Returns immediately for a planned call that was agreed on
+  // before and whose work memory was reserved.
   void agree(const Call& call, const Stream& stream);
   void agree(const HostCall& terms) { agree({.terms = terms}, Stream::inline_host()); }
-  // Of the call that was agreed on, on every rank that has a byte of them.
+  // Whether the agreed call's memory is registered, on every rank where it is not empty.
   [[nodiscard]] bool in_is_registered() const { return registered_.in; }
   [[nodiscard]] bool out_is_registered() const { return registered_.out; }
-  // The work memory of that call, in a task of its stream; `registered` as what it exchanges rows
-  // with is.
+  // The work memory of that call, in a task of its stream; `registered` like the memory it
+  // exchanges rows with.
   [[nodiscard]] std::byte* work(std::size_t bytes, bool registered, Stream& stream);
-  // Registered work memory for that call. Where there can be none, nothing is registered any more.
+  // Provides registered work memory for that call. If there is none, stops registering altogether.
   void require_registered_work(std::size_t bytes);
-  // The calls that `issue` makes, as one group of the call that was agreed on.
+  // Sends the NCCL calls that `issue` makes as one group of the agreed call.
   void send_group(const std::function<void(NcclHandle)>& issue) { link_->group(waiting_, issue); }
-  // What a collective leaves of what others sent, in up to two parts, and the word that says that
-  // it is not finite.
+  // What a collective writes from others' data, in up to two parts, and the word that flags
+  // non-finite values.
   struct Result {
     TensorView out;
     TensorView rest{};
     std::atomic<std::uint32_t>* nonfinite = nullptr;
   };
-  // Runs `enqueue` in a task of `stream`, of a GPU, and has the watch follow what it enqueues.
-  // Where the collective is aborted, `result` becomes NaN, on the GPU and in the stream's order.
+  // Runs `enqueue` in a task of `stream`, of a GPU, and makes the watch follow what it enqueues. If
+  // the collective is aborted, `result` becomes NaN, on the GPU and in stream order.
   void enqueue(Stream& stream, const Result& result, const std::function<void(Stream&)>& enqueue);
-  // Blocks until the GPU has done the last of the calls, which come in one order.
+  // Blocks until the GPU has finished all calls so far, which run in order.
   void wait_for_calls() const;
   // One small message from every member to every member, in group order.
   [[nodiscard]] std::vector<std::string> exchange(const std::string& what,
                                                   const std::string& message);
   // Null in a group of one.
   [[nodiscard]] PlannedCalls* planned_calls() const { return planned_calls_.get(); }
-  // Ends the world because of what NCCL said in the call that was agreed on, and throws why.
+  // Ends the world because of NCCL's error in the agreed call, and throws the failure.
   [[noreturn]] void fail(const NcclError& error);
 
  private:
-  struct Registered {  // a call's memory, on every rank that has a byte of it
+  struct Registered {  // a call's memory, on every rank where it is not empty
     bool in = false;
     bool out = false;
   };
-  // What every rank says of this call.
+  // What every rank says about this call.
   [[nodiscard]] std::vector<HostCall> exchange_calls(const HostCall& mine);
   [[nodiscard]] bool has_work(const WorkNeed& work) const;
-  // Of the call that was agreed on.
+  // For the agreed call.
   [[nodiscard]] std::function<void()> tell_of_wait() const;
-  // Says what is wrong where there is none.
+  // Returns the reason if there is no memory.
   [[nodiscard]] std::string take_scratch(const WorkNeed& work, std::uint32_t in, std::uint32_t out,
                                          const Stream& stream);
-  // An AgreedError where a rank's call has none.
+  // Throws AgreedError if a rank's call lacks work memory.
   void require_work(std::span<const HostCall> calls, const WorkNeed& work,
                     const std::string& own_reason);
-  // Whether one of two memories of every rank's call is registered; ranks that differ end the
+  // Whether one memory of the call is registered on the ranks; a difference between ranks ends the
   // world.
   [[nodiscard]] bool agree_on_memory(std::span<const HostCall> calls, unsigned shift);
 
@@ -119,8 +119,8 @@ class NcclGroup {
   std::uint64_t sequence_ = 0;
   WaitState waiting_{.operation = "connect"};
   NcclMemory memory_;
-  Event last_;                      // the last collective that was enqueued
-  std::optional<Scratch> scratch_;  // of the call that was agreed on
+  Event last_;                      // the last collective enqueued
+  std::optional<Scratch> scratch_;  // for the agreed call
   Registered registered_;
   std::shared_ptr<PlannedCalls> planned_calls_;  // null in a group of one
 };

@@ -20,7 +20,7 @@ std::string version_text(int code) {
   return std::to_string(major) + "." + std::to_string(minor) + "." + std::to_string(code % 100);
 }
 
-// Leaves `call` null where the library has no such symbol.
+// Leaves `call` null if the library lacks the symbol.
 template <typename Call>
 void look_up(void* library, const char* name, Call& call) {
   call = reinterpret_cast<Call>(::dlsym(library, name));
@@ -29,7 +29,7 @@ void look_up(void* library, const char* name, Call& call) {
 ncclComm_t comm_of(NcclHandle handle) { return static_cast<ncclComm_t>(handle); }
 cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
 
-// Nothing here may block: progress is asked for [Note: NCCL without blocking].
+// Nothing here may block: the engine polls for progress [Note: NCCL without blocking].
 ncclConfig_t non_blocking_config() {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.blocking = 0;
@@ -57,14 +57,14 @@ struct NcclLibrary::Calls {
   decltype(&ncclBroadcast) broadcast;
   decltype(&ncclAllReduce) all_reduce;
   decltype(&ncclReduceScatter) reduce_scatter;
-  // Newer ones, which the header and the library may lack.
+  // Newer calls, which the header and the library may lack.
   ncclResult_t (*allocate)(void**, std::size_t);                   // 2.19.1
   ncclResult_t (*free)(void*);                                     // 2.19.1
   ncclResult_t (*enroll)(ncclComm_t, void*, std::size_t, void**);  // 2.19.1
   ncclResult_t (*withdraw)(ncclComm_t, void*);                     // 2.19.1
   ncclResult_t (*revoke)(ncclComm_t, int);                         // 2.28.7
 
-  // The name of a call that every version has and this one lacks, or nullptr.
+  // The name of a call that every version should have and this one lacks, or nullptr.
   const char* resolve(void* library);
 };
 

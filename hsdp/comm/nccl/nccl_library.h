@@ -1,9 +1,9 @@
-// libnccl as the engine uses it: opened at run time, so that one build works with any version from
-// 2.18 on, with the one that a framework has loaded, and without any.
+// libnccl as the engine uses it. It is opened at run time, so that one build works with any version
+// from 2.18, with the one that a framework has loaded, and without any.
 //
-// Where it comes from: the file that HSDP_NCCL_LIBRARY names; else the libnccl.so.2 that the
-// process holds already; else the loader's; else that of the Python package nvidia-nccl beside
-// ours. It stays open. Thread-safe. Calls throw NcclError; none of them waits.
+// Search order: the file named by HSDP_NCCL_LIBRARY; the libnccl.so.2 that the process has already
+// loaded; the loader's; that of the Python package nvidia-nccl next to ours. It stays open.
+// Thread-safe. Calls throw NcclError; none of them waits.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,7 @@ namespace hsdp::comm {
 
 using NcclHandle = void*;  // ncclComm_t
 
-// NCCL refused a call, or found out later that one failed.
+// NCCL refused a call, or reported later that one failed.
 class NcclError : public Error {
  public:
   NcclError(const std::string& message, bool remote) : Error(message), remote_(remote) {}
@@ -38,9 +38,9 @@ struct NcclStatus {
 
 class NcclLibrary {
  public:
-  // UsageError when there is none, when it is too old, or when it lacks a call.
+  // Throws UsageError if there is none, if it is too old, or if it lacks a call.
   [[nodiscard]] static std::shared_ptr<const NcclLibrary> open();
-  // The same, opened once for the process.
+  // Like open(), but once per process.
   [[nodiscard]] static std::shared_ptr<const NcclLibrary> shared();
   ~NcclLibrary();
   NcclLibrary(const NcclLibrary&) = delete;
@@ -52,15 +52,15 @@ class NcclLibrary {
   [[nodiscard]] bool can_register() const;
 
   [[nodiscard]] std::string new_id() const;
-  // Begin what status() tells the end of. The child's handle is set when the parent succeeded.
+  // Start what status() completes. The child's handle is set once the parent has succeeded.
   [[nodiscard]] NcclHandle begin_init(int size, const std::string& id, int rank) const;
   void begin_split(NcclHandle parent, int color, int key, NcclHandle* child) const;
   void begin_finalize(NcclHandle handle) const;
   [[nodiscard]] NcclStatus status(NcclHandle handle) const;
-  // End a communicator; errors are of no more use to anybody.
+  // End a communicator; errors are ignored.
   void destroy(NcclHandle handle) const noexcept;
   void abort(NcclHandle handle) const noexcept;
-  void revoke(NcclHandle handle) const noexcept;  // nothing where the library cannot
+  void revoke(NcclHandle handle) const noexcept;  // no effect if the library cannot
 
   void group_start() const;
   void group_end() const;
@@ -74,7 +74,7 @@ class NcclLibrary {
   void reduce_scatter(const float* in, float* out, std::size_t row_count, NcclHandle on,
                       void* stream) const;
 
-  // Where can_register(): memory that NCCL likes best, and one communicator told about it.
+  // If can_register(): NCCL's preferred memory, and registering it with one communicator.
   [[nodiscard]] void* allocate(std::size_t bytes) const;
   void free(void* memory) const noexcept;
   [[nodiscard]] void* enroll(NcclHandle on, void* memory, std::size_t bytes) const;

@@ -18,9 +18,9 @@ using std::chrono::milliseconds;
 
 constexpr WaitState kConnectLink{.operation = "connect"};
 constexpr WaitState kSplit{.operation = "split"};
-constexpr milliseconds kCallTime{1'000};  // that NCCL may take to answer another call
+constexpr milliseconds kCallTime{1'000};  // NCCL's time to answer another call
 
-// Its own where there is memory for one: what one communicator leaves is not the others'.
+// A separate word if memory allows: aborting one communicator should not poison others' results.
 std::atomic<std::uint32_t>& make_poison(const NcclWorld& world) {
   try {
     return keep_for_good(make_flag(world.device));
@@ -79,9 +79,9 @@ std::unique_ptr<NcclLink> NcclLink::split(int color, int key) {
       const std::lock_guard lock(mutex_);
       world_->library->begin_split(require_handle(), color, key, child.get());
     }
-    settle(kSplit);  // only then the child's handle is there
+    settle(kSplit);  // the child's handle is set only then
   } catch (...) {
-    static_cast<void>(child.release());  // that thread may still run
+    static_cast<void>(child.release());  // NCCL's thread may still run
     throw;
   }
   if (color < 0 || *child == nullptr) return nullptr;
@@ -100,7 +100,7 @@ void NcclLink::group(WaitState call, const std::function<void(NcclHandle)>& issu
       issue(handle);
     } catch (...) {
       try {
-        library.group_end();        // or the next group would be a part of this one
+        library.group_end();        // otherwise the next group would be part of this one
       } catch (const NcclError&) {  // follows from the first
       }
       throw;
@@ -110,7 +110,7 @@ void NcclLink::group(WaitState call, const std::function<void(NcclHandle)>& issu
   settle(call);
 }
 
-// Until NCCL has taken the calls: later ones must not come before.
+// Waits until NCCL has accepted the calls: later ones must not precede them.
 void NcclLink::settle(WaitState call) {
   constexpr int kQuickLooks = 20;
   constexpr microseconds kShortest{20};
@@ -143,7 +143,7 @@ NcclStatus NcclLink::look() {
 }
 
 NcclHandle NcclLink::take() {
-  // A thread that hangs in NCCL holds the lock; then it must be aborted from under it.
+  // A thread that hangs in NCCL holds the lock; then abort without it.
   const auto end = std::chrono::steady_clock::now() + kCallTime;
   std::unique_lock lock(mutex_, std::try_to_lock);
   while (!lock.owns_lock() && std::chrono::steady_clock::now() < end) {

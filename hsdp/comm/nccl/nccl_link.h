@@ -1,7 +1,7 @@
 // One NCCL communicator of this rank, made and split without blocking.
 //
-// Collective to make. One thread at a time calls group() and split(); look() and take() come
-// from the watch. After take() every call throws what ended the world.
+// Making it is collective. One thread at a time calls group() and split(); the watch calls look()
+// and take(). After take() every call throws what ended the world.
 #pragma once
 
 #include <atomic>
@@ -27,37 +27,37 @@ struct NcclWorld {
   std::unique_ptr<NcclWatch> watch;
 };
 
-// How long Control may take to notice a peer that is gone, which NCCL saw first.
+// How long Control may take to notice a lost peer that NCCL saw first.
 constexpr std::chrono::milliseconds kVerdictTime{3'000};
-// The same where it is this rank's own, and a peer may have made another call.
+// The same for an error of this rank, since a peer may have made a different call.
 constexpr std::chrono::milliseconds kOwnVerdictTime{500};
 
-// What an error of NCCL during `call` means to the world.
+// The world's failure that follows from NCCL's error during `call`.
 [[nodiscard]] Failure nccl_failure(const Control& control, bool remote, const std::string& text,
                                    WaitState call);
 
 class NcclLink {
  public:
-  // Waits until all `size` ranks came with the same `id`.
+  // Waits until all `size` ranks have come with the same `id`.
   NcclLink(std::shared_ptr<NcclWorld> world, int size, int rank, const std::string& id);
   ~NcclLink();
   NcclLink(const NcclLink&) = delete;
   NcclLink& operator=(const NcclLink&) = delete;
 
-  // Collective over this link; a negative color gets nullptr.
+  // Collective over this link; returns nullptr for a negative color.
   [[nodiscard]] std::unique_ptr<NcclLink> split(int color, int key);
-  // The calls that `issue` makes are one group; returns when NCCL has taken them.
+  // Makes the calls of `issue` one group; returns when NCCL has accepted them.
   void group(WaitState call, const std::function<void(NcclHandle)>& issue);
 
   [[nodiscard]] NcclStatus look();
-  // The handle, once, for whoever aborts it; nullptr when it was taken.
+  // Returns the handle once, for the thread that aborts it; afterwards nullptr.
   [[nodiscard]] NcclHandle take();
-  // Tells NCCL about memory; nullptr when it does not want to know.
+  // Registers memory with NCCL; nullptr if NCCL declines.
   [[nodiscard]] void* enroll(void* memory, std::size_t bytes);
   void withdraw(void* enrolled) noexcept;
-  // Not 0 from before its abort: what the GPU then takes for a result is garbage.
+  // Nonzero from before the abort on: results that the GPU then produces are garbage.
   [[nodiscard]] const std::atomic<std::uint32_t>& poison() const { return poison_; }
-  // Says so; before an abort.
+  // Call it before an abort.
   void set_poison() { poison_ = 1; }
 
  private:

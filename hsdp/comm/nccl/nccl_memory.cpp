@@ -14,7 +14,7 @@
 
 namespace hsdp::comm {
 
-// Of NCCL, while its communicator lives; of the device's pool where the library has none.
+// From NCCL, while its communicator lives; from the device's pool if the library lacks that.
 class NcclMemory::Block {
  public:
   Block(const NcclGroup& group, std::size_t bytes)
@@ -38,8 +38,8 @@ class NcclMemory::Block {
   ~Block() {
     if (!is_of_nccl_) return;
     give_back_on(world_->device, [this] {
-      // Until everything is aborted a kernel may write there and NCCL's threads may look it up: it
-      // is left to them, and its registration to the abort.
+      // Until everything is aborted, a kernel may write there and NCCL's threads may look it up:
+      // leak it, and leave its registration to the abort.
       const bool is_used = world_->control->failed() && !world_->watch->aborted();
       if (!is_used) withdraw();
       link_.reset();
@@ -84,7 +84,7 @@ NcclMemory::~NcclMemory() {
         std::this_thread::sleep_for(std::chrono::microseconds(100));
       }
       if (work->free.complete()) continue;
-    } catch (const Error&) {  // nor can it ever be
+    } catch (const Error&) {  // it never can be
     }
     static_cast<void>(work.release());
   }
@@ -93,7 +93,7 @@ NcclMemory::~NcclMemory() {
 void NcclMemory::stop_registering(NcclGroup& group) {
   registers_ = false;
   if (group.planned_calls() != nullptr) group.planned_calls()->forget();
-  group.wait_for_calls();  // which may move what is registered
+  group.wait_for_calls();  // these may use registered memory
   for (const std::weak_ptr<Block>& entry : blocks_) {
     if (const auto block = entry.lock()) block->withdraw();
   }

@@ -16,7 +16,7 @@ void widen(ConstTensorView from, float* to, Stream& stream) {
                           stream);
 }
 
-// The rank's row of the sum, with everything that the one pass can carry along.
+// Finishes the rank's row of the sum, with everything that one pass can do on the way.
 void finish(const ReduceScatter& args, const void* sum, Stream& stream) {
   if (args.out.count == 0) return;
   void* const out = args.out.data;
@@ -44,7 +44,7 @@ void native_reduce_scatter(NcclGroup& group, const ReduceScatter& args, Stream& 
       group.work(work_bytes(args, group.size()), group.in_is_registered(), stream);
   float* const sum = floats(work);
   float* const wide = floats(work + work_size(row_count * sizeof(float)));
-  if (!sent_as_it_is) {  // what lies between the rows is summed too, and read by nobody
+  if (!sent_as_it_is) {  // also sums what lies between the rows; it is never read
     for (int r = 0; r < group.size(); ++r) {
       widen(args.in.slice(cut.begin(r), cut.length(r)), wide + r * longest, stream);
     }

@@ -1,7 +1,7 @@
-// Reductions by NCCL's own sums, in fp32 [Note: native sums]: every replica has the same bits, and
-// nothing else of the numeric rules holds.
+// Reductions by NCCL's own sums, in fp32 [Note: native sums]: every replica gets the same bits, but
+// the other numeric rules do not hold.
 //
-// f32, bf16 and f16 only. In tasks of a stream, as nccl_exact.h.
+// f32, bf16 and f16 only. They run in tasks of a stream, as in nccl_exact.h.
 #pragma once
 
 #include "hsdp/comm/communicator.h"
@@ -9,7 +9,7 @@
 
 namespace hsdp::comm {
 
-// Rows of unequal length travel as rows of the longest one.
+// Rows of unequal length travel as rows of the longest length.
 void native_reduce_scatter(NcclGroup& group, const ReduceScatter& args, Stream& stream);
 void native_all_reduce(NcclGroup& group, const AllReduce& args, Stream& stream);
 

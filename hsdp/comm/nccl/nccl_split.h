@@ -1,4 +1,4 @@
-// Cuts a group into smaller ones.
+// Splits a group into smaller ones.
 #pragma once
 
 #include <memory>
@@ -7,8 +7,8 @@
 
 namespace hsdp::comm {
 
-// Collective over `group`: ranks of one color, ordered by (key, rank). A negative color gets
-// nullptr. NCCL hears of it only where a group of two or more comes out.
+// Collective over `group`: ranks of one color, ordered by (key, rank). Returns nullptr for a
+// negative color. NCCL takes part only if a new group has at least two ranks.
 [[nodiscard]] std::unique_ptr<NcclGroup> split_group(NcclGroup& group, int color, int key);
 
 }  // namespace hsdp::comm

@@ -22,9 +22,9 @@ constexpr milliseconds kBusyPeriod{5};
 constexpr milliseconds kIdlePeriod{100};
 constexpr milliseconds kTearDownLimit{5'000};
 
-// NCCL finishes what is in flight, with the peers' help, then frees it; true when it has.
+// NCCL finishes what is in flight, with the peers' help, then frees it. Returns true once it has.
 bool finalize_and_destroy(const NcclLibrary& library, const Control& control, NcclHandle handle) {
-  if (control.failed()) return false;  // it may not be settled
+  if (control.failed()) return false;  // it may be unsettled
   const auto end = Clock::now() + kTearDownLimit;
   try {
     library.begin_finalize(handle);
@@ -36,7 +36,7 @@ bool finalize_and_destroy(const NcclLibrary& library, const Control& control, Nc
     }
     if (status.failed()) return false;
     library.destroy(handle);
-  } catch (const NcclError&) {  // it is of no use to anybody
+  } catch (const NcclError&) {  // it is no longer usable
     return false;
   }
   return true;
@@ -114,7 +114,7 @@ void NcclWatch::watch() {
   std::optional<OnCudaDevice> current;
   try {
     current.emplace(device_);
-  } catch (const Error&) {  // the threads that use the GPU say so
+  } catch (const Error&) {  // the threads that use the GPU report it
   }
   std::unique_lock lock(mutex_);
   while (!closing_) {
@@ -125,7 +125,7 @@ void NcclWatch::watch() {
       const std::optional<Failure> failure = look();
       std::vector<std::function<void()>> tells = take_long_waits();
       std::vector<Followed> done = std::exchange(done_, {});
-      lock.unlock();  // what these let go of may wait for a thread that wants it
+      lock.unlock();  // their destructors may wait for a thread that needs it
       for (const auto& tell : tells) tell();
       if (failure) control_->fail(*failure);
       tells.clear();
@@ -142,7 +142,7 @@ void NcclWatch::watch() {
 std::optional<Failure> NcclWatch::look() {
   try {
     look_at_collectives();
-  } catch (const Error& error) {  // the device cannot tell, and will not
+  } catch (const Error& error) {  // the device cannot tell, and never will
     const std::string who = ranks_text({control_->rank()}, control_->size());
     return Failure{
         FailureKind::kAborted, "nccl: " + who + " failed: " + error.what(), {control_->rank()}};
@@ -150,7 +150,7 @@ std::optional<Failure> NcclWatch::look() {
   return look_at_links();
 }
 
-// Control is told of one collective at a time on each communicator, the oldest.
+// Announces to Control one collective at a time on each communicator, the oldest.
 void NcclWatch::look_at_collectives() {
   std::vector<const NcclLink*> seen;
   for (auto followed = followed_.begin(); followed != followed_.end();) {
@@ -170,7 +170,7 @@ void NcclWatch::look_at_collectives() {
   }
 }
 
-// What to tell of those that have become long.
+// Returns the calls of `tell` for waits that have become long.
 std::vector<std::function<void()>> NcclWatch::take_long_waits() {
   std::vector<std::function<void()>> tells;
   for (HostWait& one : waits_) {
@@ -182,8 +182,8 @@ std::vector<std::function<void()>> NcclWatch::take_long_waits() {
   return tells;
 }
 
-// The failure that an error of NCCL is. A peer that is gone is first left to Control, which knows
-// which one it was.
+// The failure that follows from an NCCL error. For a lost peer, Control decides first, since it
+// knows which one it was.
 std::optional<Failure> NcclWatch::look_at_links() {
   for (NcclLink* const link : links_) {
     const NcclStatus status = link->look();
@@ -191,7 +191,7 @@ std::optional<Failure> NcclWatch::look_at_links() {
     const bool remote = status.state == NcclStatus::State::kRemoteError;
     if (error_since_ == Clock::time_point()) {
       error_since_ = Clock::now();
-      for (Followed& followed : followed_) {  // a peer may have made another call
+      for (Followed& followed : followed_) {  // a peer may have made a different call
         if (followed.link != link) continue;
         if (!followed.wait) followed.wait.emplace();
         followed.wait->hurry();

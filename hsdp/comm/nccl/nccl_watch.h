@@ -1,10 +1,10 @@
-// Watches the communicators of one rank: errors that NCCL finds out about late, collectives that
-// the GPU does not finish, and the end of the world, at which it aborts all of them.
+// Watches the communicators of one rank for errors that NCCL reports late, collectives that the GPU
+// does not finish, and the world's end, when it aborts all of them.
 //
-// A collective that the GPU has begun and not finished is a wait of this rank for Control, which
-// judges it like any other: who is at fault, and how long is too long. Owns one thread. Aborts and
-// tear-downs run on threads of their own, because NCCL may hang in them; nobody waits for these
-// without a limit. Thread-safe. [Note: NCCL without blocking]
+// A collective that the GPU has begun and not finished counts as a wait of this rank; Control
+// judges it like any other: which rank is at fault, and how long is too long. Owns one thread.
+// Aborts and tear-downs run on separate threads, because NCCL may hang in them; waits for these are
+// always bounded. Thread-safe. [Note: NCCL without blocking]
 #pragma once
 
 #include <atomic>
@@ -40,20 +40,20 @@ class NcclWatch {
 
   void add(NcclLink* link);
   void remove(NcclLink* link);
-  // A collective that the GPU does between the two events. Where it takes long `tell` is called
-  // now and then, by a thread of the watch.
+  // Follows a collective that the GPU runs between the two events. If it takes long, a thread of
+  // the watch calls `tell` now and then.
   void follow(const NcclLink* link, WaitState call, std::function<void()> tell, const Event& begun,
               const Event& done);
-  // A wait of the host's, likewise, while the handle lives.
+  // Follows a wait of the host in the same way, while the handle lives.
   [[nodiscard]] std::shared_ptr<void> follow_wait(std::function<void()> tell);
-  // Ends a communicator that nothing uses any more; where that is by an abort, sets its `poison`
-  // first, which lives for good.
+  // Ends a communicator that is no longer used. If that takes an abort, first sets its `poison`,
+  // which is never freed.
   void tear_down(NcclHandle handle, std::atomic<std::uint32_t>& poison);
-  // Of communicators that have no word of their own.
+  // For communicators that have no separate word.
   [[nodiscard]] std::atomic<std::uint32_t>& poison() const { return poison_; }
-  // From here on events are complete because collectives were aborted.
+  // From now on events may be complete only because collectives were aborted.
   [[nodiscard]] bool aborting() const { return aborting_; }
-  // The abort that follows the world's failure is over, on this rank.
+  // Whether the abort after the world's failure is over on this rank.
   [[nodiscard]] bool aborted() const;
 
  private:
@@ -67,10 +67,10 @@ class NcclWatch {
     std::function<void()> tell;
     Event begun;
     Event done;
-    std::optional<LongWait> wait{};  // once it has begun
-    int slot = -1;                   // of the wait that Control was told of
+    std::optional<LongWait> wait{};  // set once it has begun
+    int slot = -1;                   // of the wait announced to Control
   };
-  // What threads that may hang share with this; they outlive it then.
+  // Shared with threads that may hang and then outlive the watch.
   struct Ending {
     std::mutex mutex;
     std::condition_variable changed;
@@ -93,7 +93,7 @@ class NcclWatch {
   std::condition_variable changed_;
   std::vector<NcclLink*> links_;
   std::deque<Followed> followed_;
-  std::vector<Followed> done_;  // to be let go of without the mutex
+  std::vector<Followed> done_;  // destroyed without holding the mutex
   std::list<HostWait> waits_;
   std::chrono::steady_clock::time_point error_since_;
   bool closing_ = false;

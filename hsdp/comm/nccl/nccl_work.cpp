@@ -8,7 +8,7 @@
 namespace hsdp::comm {
 namespace {
 
-// Of every peer, and where there are too many to list, this rank's own too.
+// For every peer's row and, if there are too many rows to list, this rank's own.
 std::size_t row_bytes(std::int64_t count, Dtype dtype, int size) {
   const int rows = size > kMostListedRows ? size : size - 1;
   return work_size(static_cast<std::size_t>(count) * size_bytes(dtype)) *

@@ -1,5 +1,4 @@
-// What a reduction needs beside its arguments: where rows from the peers arrive, and what is sent
-// in another dtype.
+// The work memory of a reduction: where rows from peers arrive, and what is sent in another dtype.
 #pragma once
 
 #include <cstddef>
@@ -8,26 +7,26 @@
 
 namespace hsdp::comm {
 
-// Rows, and parts of work memory, begin on such.
+// Alignment of rows and of parts of work memory.
 constexpr std::size_t kWorkAlignment = 256;
 constexpr std::size_t work_size(std::size_t bytes) {
   return (bytes + kWorkAlignment - 1) / kWorkAlignment * kWorkAlignment;
 }
 
-// Rows at unequal distances that a kernel takes.
+// How many rows at unequal distances a kernel takes.
 constexpr int kMostListedRows = 400;
 
 [[nodiscard]] bool sums_natively(Reduction reduction, Dtype dtype);
 
-// The sum that this rank makes of an all-reduce, and what its peers do.
+// How an all-reduce is divided into the sums of the ranks.
 [[nodiscard]] RowCut sum_cut(std::int64_t count, int size);
 
-// Of the rank of a group of `size` that needs most: the same on all of them.
+// For the rank that needs most in a group of `size`: the same on all of them.
 [[nodiscard]] std::size_t work_bytes(const ReduceScatter& args, int size);
 [[nodiscard]] std::size_t work_bytes(const AllReduce& args, int size);
-// Whether it sends from there too, so that any kind of memory will do.
+// Whether it also sends from work memory, so that either kind will do.
 [[nodiscard]] bool sends_from_work(const AllReduce& args);
-// Of an all-to-all whose memory is registered on one side only.
+// For an all-to-all whose memory is registered on one side only.
 [[nodiscard]] std::size_t work_bytes(ConstTensorView in, const RowCut& cut);
 
 }  // namespace hsdp::comm

@@ -1,4 +1,4 @@
-// Makes the world of the nccl engine: who sits on which GPU, one version, one id.
+// Makes the world of the nccl engine: which rank uses which GPU, one version, one id.
 #include <cstdlib>
 #include <map>
 #include <mutex>
@@ -20,7 +20,7 @@ namespace {
 
 constexpr WaitState kConnect{.operation = "connect"};
 
-// How many worlds were made over a control before: each needs names of its own in the exchanges.
+// Numbers the worlds made over one control: each needs different names in the exchanges.
 int count_world(const std::shared_ptr<Control>& control) {
   static std::mutex mutex;
   static std::map<std::weak_ptr<Control>, int, std::owner_less<>> counts;
@@ -34,11 +34,11 @@ bool is_set(const char* variable) {
   return text != nullptr && *text != 0 && std::string(text) != "0";
 }
 
-// What each rank tells the others before NCCL is asked for anything. One line each.
+// What each rank sends to the others before NCCL is involved. One line each.
 struct Seat {
   std::string fault;  // why this rank cannot take part
   std::string version;
-  std::string gpu;     // of which host
+  std::string gpu;     // with its host
   std::string device;  // its name in this process
   std::string id;      // of rank 0: bytes
 
@@ -59,7 +59,7 @@ struct Seat {
   }
 };
 
-// Empty where several ranks may share a GPU because somebody said so.
+// Empty if the environment allows several ranks to share a GPU.
 std::string gpu_name(Device device) {
   if (is_set("NCCL_HOSTID") || is_set("NCCL_MULTI_RANK_GPU_ENABLE")) return {};
   return host_identity() + " " + cuda_bus_id(device);
@@ -69,8 +69,8 @@ Seat take_seat(NcclWorld& world) {
   Seat seat;
   try {
     require_cuda(world.device);
-    static_cast<void>(Buffer(world.device, 1));  // a context can be made there, and has memory
-    // Before the environment is read: this may set a variable, once, and ranks may be threads.
+    static_cast<void>(Buffer(world.device, 1));  // a context can be made there and has memory
+    // First of all: this may set an environment variable, once, and ranks may be threads.
     if (world.control->size() > 1) world.library = NcclLibrary::shared();
     seat.gpu = gpu_name(world.device);
     seat.device = to_string(world.device);

@@ -1,4 +1,4 @@
-// The rendezvous: how the ranks of a job find rank 0, and who can pass descriptors to whom.
+// The rendezvous: how a job's ranks find rank 0, and which ranks can pass descriptors.
 #include <sys/socket.h>
 
 #include <algorithm>
@@ -43,7 +43,7 @@ Millis left_until(Clock::time_point end) {
 // The socket of the rank that brokers descriptors on its host.
 std::string leader_name(int rank) { return "leader" + std::to_string(rank); }
 
-// That of a rank through which others speak to rank 0.
+// The socket of a rank through which others speak to rank 0.
 std::string relay_name(int rank) { return "relay" + std::to_string(rank); }
 
 std::optional<JobSocket> try_to_claim(const std::filesystem::path& path, int socket_type) {
@@ -56,7 +56,7 @@ std::optional<JobSocket> try_to_claim(const std::filesystem::path& path, int soc
   }
 }
 
-// Empty where the leader's socket is not visible from here.
+// Empty if the leader's socket is not visible from here.
 UniqueFd try_to_follow(const std::filesystem::path& path, int socket_type, Millis patience) {
   try {
     return connect_job_socket(path, socket_type, patience);
@@ -67,8 +67,8 @@ UniqueFd try_to_follow(const std::filesystem::path& path, int socket_type, Milli
   }
 }
 
-// What ranks that died in the rendezvous left behind; what live ranks hold stays. The connections
-// of a killed process end a moment before its locks do.
+// Removes the sockets of ranks that died in the rendezvous; live ranks keep theirs. A killed
+// process's connections end slightly before its locks do.
 void sweep_dead_sockets(const LaunchEnvironment& launch) {
   constexpr Millis kPatience{500};
   const Clock::time_point end = Clock::now() + kPatience;
@@ -183,20 +183,20 @@ void ProcessControl::join_hosts(const LaunchEnvironment& launch, Clock::time_poi
   welcome_all(door.get(), secret_, "");
 }
 
-// Rank 0: until all have joined.
+// For rank 0: waits until all have joined.
 void ProcessControl::welcome_all(int door, const std::string& secret,
                                  const std::string& welcome_secret) {
   loop_->start_as_hub(door, secret, welcome_secret);
   try {
     static_cast<void>(state()->await_welcome());
   } catch (...) {
-    loop_->stop();  // tells latecomers, while the door is still open
+    loop_->stop();  // tells latecomers while the door is still open
     throw;
   }
   loop_->stop_listening();
 }
 
-// A connection that ends before the welcome is made again, for as long as rank 0 listens.
+// Reconnects if the connection ends before the welcome, for as long as rank 0 listens.
 void ProcessControl::knock_until_welcomed(const LaunchEnvironment& launch, Clock::time_point end) {
   constexpr Millis kPatienceWithAbsent{1'000};
   constexpr Millis kTimeToAnswer{200};
@@ -209,7 +209,7 @@ void ProcessControl::knock_until_welcomed(const LaunchEnvironment& launch, Clock
     Knock knock = retry_until(end, [&] {
       const Millis left = left_until(end);
       Knock one = connect_tcp_hub(*launch.address, *launch.port, secret_, left);
-      // The last try may have too little time for an answer, and who answered once is there.
+      // A last attempt may be too short for an answer, and a listener that answered once is there.
       const bool tells = left >= kTimeToAnswer || problem.empty();
       if (one.somebody_listens || (tells && !was_refused)) problem = one.problem;
       was_refused = was_refused || one.somebody_listens;
@@ -231,15 +231,15 @@ void ProcessControl::knock_until_welcomed(const LaunchEnvironment& launch, Clock
       static_cast<void>(state()->await_welcome());
       return;
     } catch (const PeerLostError&) {
-      if (!loop_->lost_hub()) throw;  // rank 0 said who was lost
+      if (!loop_->lost_hub()) throw;  // rank 0 said which rank was lost
       lost = std::current_exception();
       loop_->stop();
     }
   }
 }
 
-// Ranks with one host identity meet at the lowest of them, which brokers; who cannot reach it
-// (other mount namespace) shares memory with nobody.
+// Ranks with one host identity meet at the lowest of them, the broker. A rank that cannot reach it
+// (another mount namespace) shares memory with no other rank.
 void ProcessControl::connect_descriptors(const LaunchEnvironment& launch,
                                          const std::vector<std::string>& hosts,
                                          Clock::time_point end) {
@@ -256,7 +256,7 @@ void ProcessControl::connect_descriptors(const LaunchEnvironment& launch,
   std::optional<JobSocket> door =
       leads ? wait_out_limit(end, [&] { return try_to_claim(own_path, SOCK_SEQPACKET); })
             : std::nullopt;
-  // It accepts from now on: more ranks may come than its queue holds.
+  // Start accepting now: more ranks may come than the queue holds.
   if (door) loop_->lead_descriptors(door->take_listener(), local_ranks);
   const auto paths =
       exchange("hsdp leader paths", everyone, door ? own_path.string() : "", waiting);
@@ -275,7 +275,7 @@ void ProcessControl::connect_descriptors(const LaunchEnvironment& launch,
   }
 }
 
-// Ranks that cannot reach the one through which they would speak keep their own link to rank 0.
+// Ranks that cannot reach their parent keep their own link to rank 0.
 void ProcessControl::enter_tree(const LaunchEnvironment& launch, ControlTree tree,
                                 Clock::time_point end) {
   if (tree.is_flat()) return;
@@ -304,7 +304,7 @@ void ProcessControl::enter_tree(const LaunchEnvironment& launch, ControlTree tre
   }
   loop_->enter_tree(tree);
   forget_groups();
-  // Nobody goes on before everybody is heard through the tree.
+  // No rank continues before every rank is heard through the tree.
   static_cast<void>(exchange("hsdp tree", everyone, "", waiting));
 }
 

@@ -1,8 +1,8 @@
-// Mutual proof of a shared per-job secret over a fresh TCP connection: HMAC-SHA256 challenge and
+// Mutual proof of a shared per-job secret over a new TCP connection: HMAC-SHA256 challenge and
 // response (OpenSSL) before anything else is parsed [Note: handshake].
 //
-// Frames are of fixed size, so a stranger can neither make us allocate nor parse. It keeps
-// strangers out; it neither encrypts nor signs what follows.
+// Frames have fixed sizes, so a stranger can make us neither allocate nor parse. The handshake
+// keeps strangers out; it neither encrypts nor signs what follows.
 #pragma once
 
 #include <array>
@@ -14,10 +14,10 @@ namespace hsdp::comm {
 
 enum class HandshakeRole : std::uint8_t { kConnecting, kAccepting };
 
-// Blocking, on a connected socket, both sides at once; false when the other side does not know the
-// secret, sends anything else, or does not answer by the deadline. `context` (who talks to whom and
-// why, at most 64 bytes, equal on both sides) is bound into the proof. The socket's blocking mode
-// is left as it was found.
+// Blocking, on a connected socket; both sides call it. Returns false if the other side does not
+// know the secret, sends anything else, or does not answer by the deadline. `context` (who talks to
+// whom and why, at most 64 bytes, equal on both sides) is part of the proof. Restores the socket's
+// blocking mode.
 [[nodiscard]] bool prove_secret(int socket, HandshakeRole role, const std::string& secret,
                                 const std::string& context, std::chrono::milliseconds deadline);
 

@@ -19,7 +19,7 @@ std::string host_identity() {
   boot.resize(std::min(boot.size(), boot.find('\n')));
   struct stat network {};
   if (boot.empty() || ::stat("/proc/self/ns/net", &network) != 0) {
-    // Nothing is known, so nobody is on the same host: a name that no other process has.
+    // The host is unknown, so use a unique name: no rank counts as being on the same host.
     return "unknown/" + random_secret();
   }
   return boot + "/" + std::to_string(::geteuid()) + "/" + std::to_string(network.st_ino);

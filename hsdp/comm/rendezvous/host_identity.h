@@ -1,4 +1,4 @@
-// Names the host as far as passing file descriptors goes: boot, user and network namespace.
+// Identifies the host for passing file descriptors: boot, user and network namespace.
 #pragma once
 
 #include <string>

@@ -38,7 +38,7 @@ void refuse(const std::filesystem::path& directory) {
                .remedy = "remove it, or set another HSDP_JOB"});
 }
 
-// nullopt: it is not there. Refuses what is not private, links included.
+// nullopt: it does not exist. Refuses directories that are not private, and links.
 std::optional<UniqueFd> open_private(const std::filesystem::path& directory) {
   UniqueFd fd(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   if (!fd) {
@@ -81,10 +81,10 @@ UniqueFd open_socket(int type) {
   throw Error("rendezvous: cannot open a socket: " + last_error());
 }
 
-// How long connect() may wait for a place in the queue of a door that many knock at.
+// Bounds how long connect() waits for a place in the queue of a busy listener.
 void bound_connect(int socket, std::chrono::milliseconds patience) {
   const auto seconds = std::chrono::floor<std::chrono::seconds>(patience);
-  timeval limit{};  // all zero would be no limit
+  timeval limit{};  // all zero would mean no limit
   limit.tv_sec = seconds.count();
   limit.tv_usec = std::max<suseconds_t>(1, std::chrono::microseconds(patience - seconds).count());
   ::setsockopt(socket, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
@@ -127,7 +127,7 @@ JobSocket::JobSocket(std::filesystem::path path, UniqueFd lock, UniqueFd listene
 std::optional<JobSocket> JobSocket::claim(const std::filesystem::path& path, int socket_type) {
   const std::filesystem::path directory = path.parent_path();
   const sockaddr_un address = address_of(path);
-  // Each round can be spoilt by a holder that removes the directory at that moment.
+  // A holder that removes the directory at that moment can spoil a round.
   for (int round = 0; round < 100; ++round) {
     if (::mkdir(directory.c_str(), kPrivate) != 0 && errno != EEXIST) {
       throw Error("rendezvous: cannot make " + directory.string() + ": " + last_error());
@@ -136,7 +136,7 @@ std::optional<JobSocket> JobSocket::claim(const std::filesystem::path& path, int
     if (!lock) continue;
     if (::flock(lock->get(), LOCK_EX | LOCK_NB) != 0) return std::nullopt;
     if (!is_still_at(directory, lock->get())) continue;
-    ::unlink(path.c_str());  // of a dead holder: a live one would have the lock
+    ::unlink(path.c_str());  // left by a dead holder: a live one would hold the lock
     UniqueFd listener = open_socket(socket_type);
     make_non_blocking(listener.get());
     if (::bind(listener.get(), generic(address), sizeof address) != 0 ||

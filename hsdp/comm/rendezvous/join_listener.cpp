@@ -47,7 +47,7 @@ class JoinListener::Pending : public std::enable_shared_from_this<Pending> {
     prove();
   }
 
-  // It proved the secret, or came by a socket that only this user can reach.
+  // Whether it proved the secret, or came through a socket that only this user can reach.
   [[nodiscard]] bool trusted() const { return !proof_ || proof_->knows_peer(); }
   [[nodiscard]] bool greeted() const { return trusted() || proof_->is_greeted(); }
 

@@ -1,11 +1,11 @@
-// Rank 0's door: accepts connections, has strangers prove the secret (TCP), reads one bounded join
-// message, and hands over only those who got that far.
+// Rank 0's door: accepts connections, makes strangers prove the secret (TCP), reads one bounded
+// join message, and passes on only connections that got that far.
 //
-// Lives on the I/O thread. Peers are handled side by side and against size limits. A stranger has
-// until a deadline to prove the secret; who has proven it is never dropped. There is room for all
-// ranks at once and kMaxStrangers more; when that is full a stranger makes room, the oldest that
-// has said nothing, so that strangers cannot keep ranks out (a rank that is dropped so tries
-// again) [Note: the door]. At the limit of open files, connections wait in the kernel's queue.
+// Lives on the I/O thread. Handles peers side by side, within size limits. A stranger must prove
+// the secret by a deadline; a peer that has proven it is never dropped. There is room for all ranks
+// and kMaxStrangers more. When it is full, the oldest connection that has said nothing makes room,
+// so that strangers cannot keep ranks out; a rank dropped that way tries again [Note: the door]. At
+// the limit of open files, connections wait in the kernel's queue.
 #pragma once
 
 #include <boost/asio/io_context.hpp>
@@ -30,20 +30,20 @@ class JoinListener {
   struct Options {
     std::string secret;  // empty: no proof (Unix socket)
     std::chrono::milliseconds proof_deadline;
-    int rank_count;  // how many ranks are expected
+    int rank_count;  // number of expected ranks
   };
   struct Handlers {
     std::function<void(std::shared_ptr<ControlLink>, const JoinFrame&)> on_join;
-    std::function<void()> on_limit;  // the limit of open files was met; it tries again
+    std::function<void()> on_limit;  // hit the limit of open files; it will retry
   };
 
-  // `listener` is non-blocking and stays the caller's.
+  // `listener` is non-blocking; the caller keeps it.
   JoinListener(boost::asio::io_context& io, int listener, Options options, Handlers handlers);
   ~JoinListener();
   JoinListener(const JoinListener&) = delete;
   JoinListener& operator=(const JoinListener&) = delete;
 
-  // Where ranks of hsdp called from that have another secret; not all, if they are many.
+  // Where hsdp ranks with another secret called from; incomplete if there are many.
   [[nodiscard]] const std::set<std::string>& unproven() const { return unproven_; }
 
  private:
@@ -64,7 +64,7 @@ class JoinListener {
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
 };
 
-// What both sides bind into the proof of a control connection.
+// The context of the proof for a control connection.
 constexpr const char* kControlContext = "hsdp control connection";
 
 }  // namespace hsdp::comm

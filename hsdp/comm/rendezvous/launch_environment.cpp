@@ -17,7 +17,7 @@
 namespace hsdp::comm {
 namespace {
 
-// The variables of one launcher; an empty name means that it has no such variable.
+// The variables of one launcher; an empty name means that it lacks the variable.
 struct FamilyVariables {
   LaunchFamily family;
   const char* launcher;
@@ -93,7 +93,7 @@ class Variables {
   const EnvironmentLookup& lookup_;
 };
 
-// Slurm gives its batch and interactive shells a step id too, but these are no parallel steps.
+// Slurm also gives batch and interactive shells a step id, but they are not parallel steps.
 bool is_parallel_step(const std::optional<std::string>& step) {
   return step && *step != "batch" && *step != "interactive" && *step != "4294967291" &&
          *step != "4294967290";
@@ -176,7 +176,7 @@ std::string job_name(const FamilyVariables* names, const Variables& variables,
                      const LaunchEnvironment& launch) {
   const bool is_step = names != nullptr && names->family == LaunchFamily::kSlurm;
   if (const auto job = variables.text("HSDP_JOB")) {
-    // Without the job's id: parts of a heterogeneous job differ in that.
+    // Without the job's id, in which parts of a heterogeneous job differ.
     return is_step ? *job + ", " + kSlurmStepMark + variables.text("SLURM_STEP_ID").value_or("")
                    : *job;
   }
@@ -242,14 +242,14 @@ void read_addresses(const Variables& variables, LaunchEnvironment& launch) {
   launch.secret = read_secret(variables);
 }
 
-// Ranks started by one parent share this name; the start time tells a reused pid apart.
+// Ranks started by one parent share this name; the start time detects a reused pid.
 std::string parent_name() {
   const pid_t parent = ::getppid();
   const auto read = read_file("/proc/" + std::to_string(parent) + "/stat");
   if (!read) throw_if_descriptor_limit("launch: cannot read about the parent process");
   const std::string stat = read.value_or("");
   std::string start_time = "0";
-  // The command, field 2, is in parentheses and may hold anything; the start time is field 22.
+  // Field 2, the command, is in parentheses and may contain anything; the start time is field 22.
   if (const auto command_end = stat.rfind(')'); command_end != std::string::npos) {
     std::istringstream fields(stat.substr(command_end + 1));
     for (int field = 3; field <= 22; ++field) fields >> start_time;

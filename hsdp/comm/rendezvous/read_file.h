@@ -1,4 +1,4 @@
-// A file as text.
+// Reads a file as text.
 #pragma once
 
 #include <optional>
@@ -6,7 +6,7 @@
 
 namespace hsdp::comm {
 
-// All of the file; nothing, and errno, when it is not there or cannot be read to its end: a
+// The whole file. Nothing, with errno set, if it is missing or cannot be read to its end: a
 // directory, or a file under /proc whose process ends meanwhile.
 [[nodiscard]] std::optional<std::string> read_file(const std::string& path);
 

@@ -86,7 +86,7 @@ void SecretProof::received(std::span<const std::uint8_t> bytes) {
   }
 }
 
-// The prover's role, both nonces and the context are in the proof: it cannot be reflected,
+// The proof covers the prover's role, both nonces and the context, so it cannot be reflected,
 // replayed, or used for another purpose.
 SecretProof::Mac SecretProof::mac_of(HandshakeRole prover) const {
   const bool connecting = role_ == HandshakeRole::kConnecting;

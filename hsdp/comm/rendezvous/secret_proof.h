@@ -1,5 +1,5 @@
-// One side of the mutual proof of a shared secret, without any socket: it says what to send and how
-// much to read next, so that blocking and asynchronous connections drive the same steps.
+// One side of the mutual proof of a shared secret, without a socket: says what to send and how much
+// to read next, so that blocking and asynchronous connections share the steps.
 //
 // Connecting side: hello, (their hello), proof, (their proof). Accepting side: (their hello),
 // hello, (their proof), proof. The accepting side proves nothing to a stranger.
@@ -23,14 +23,14 @@ class SecretProof {
   SecretProof(HandshakeRole role, std::string secret, std::string context);
 
   [[nodiscard]] Step step() const { return step_; }
-  // kSend: the bytes to send now; call sent() after.
+  // kSend: the bytes to send now; then call sent().
   [[nodiscard]] std::span<const std::uint8_t> outgoing() const { return outgoing_; }
   void sent();
-  // kReceive: exactly so many bytes are expected; give them to received().
+  // kReceive: exactly this many bytes are expected; pass them to received().
   [[nodiscard]] std::size_t expected_bytes() const;
   void received(std::span<const std::uint8_t> bytes);
 
-  // What the other side has shown so far: that it speaks this protocol, that it knows the secret.
+  // Whether the other side has shown that it speaks this protocol, and that it knows the secret.
   [[nodiscard]] bool is_greeted() const { return have_their_hello_; }
   [[nodiscard]] bool knows_peer() const { return proof_checked_; }
 

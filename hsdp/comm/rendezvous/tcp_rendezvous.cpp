@@ -23,7 +23,7 @@ namespace {
 using Millis = std::chrono::milliseconds;
 using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
-// Empty where the name does not resolve (yet). The library may hide that no descriptor was free.
+// Empty if the name does not resolve (yet). getaddrinfo() may hide that no descriptor was free.
 Addresses resolve(const std::string& address, int port) {
   addrinfo hints{};
   hints.ai_family = AF_UNSPEC;
@@ -44,7 +44,7 @@ UniqueFd open_socket(const addrinfo& address) {
   return fd;
 }
 
-// Why it failed, "" when it is connected.
+// Returns the reason for a failure; "" once connected.
 std::string connect_socket(int socket, const addrinfo& address, Millis limit) {
   if (::connect(socket, address.ai_addr, address.ai_addrlen) == 0) return {};
   if (errno != EINPROGRESS) return std::strerror(errno);
@@ -56,7 +56,7 @@ std::string connect_socket(int socket, const addrinfo& address, Millis limit) {
   return error == 0 ? "" : std::strerror(error);
 }
 
-// Empty where the system does not tell.
+// Empty if the system does not tell.
 using SocketName = int (*)(int, sockaddr*, socklen_t*);
 std::string numeric_address(int socket, SocketName name) {
   sockaddr_storage address{};
@@ -152,7 +152,7 @@ Knock connect_tcp_hub(const std::string& address, int port, const std::string& s
     const std::string problem =
         socket ? connect_socket(socket.get(), *one, limit) : std::strerror(errno);
     if (!problem.empty()) {
-      // Who listens at another address of the name tells more.
+      // A listener at another address of the name has a better reason.
       if (!knock.somebody_listens) knock.problem = problem;
       continue;
     }

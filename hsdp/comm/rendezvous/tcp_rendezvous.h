@@ -1,4 +1,4 @@
-// Rank 0's TCP door at HSDP_ADDR:HSDP_PORT, for jobs of several hosts.
+// Rank 0's TCP door at HSDP_ADDR:HSDP_PORT, for jobs on several hosts.
 #pragma once
 
 #include <chrono>
@@ -9,30 +9,30 @@
 
 namespace hsdp::comm {
 
-// UsageError that names the variables to set, where address or secret are missing.
+// Throws UsageError, naming the variables to set, if address or secret is missing.
 void require_tcp_settings(const LaunchEnvironment& launch);
 
-// Listening and non-blocking. Error when the address is not of this host or the port is taken.
+// Returns a non-blocking listener. Throws Error if the address is not ours or the port is taken.
 [[nodiscard]] UniqueFd listen_tcp_hub(const std::string& address, int port);
 
-// What an attempt to reach rank 0 came to.
+// The outcome of an attempt to reach rank 0.
 struct Knock {
-  UniqueFd socket;                // once both sides have proven the secret
-  bool somebody_listens = false;  // though the proof may have failed
+  UniqueFd socket;                // set if both sides have proven the secret
+  bool somebody_listens = false;  // even if the proof failed
   std::string problem;            // why there is no socket
   explicit operator bool() const { return static_cast<bool>(socket); }
 };
 
-// One attempt: connects, and both sides prove the secret.
+// Makes one attempt: connects, and both sides prove the secret.
 [[nodiscard]] Knock connect_tcp_hub(const std::string& address, int port, const std::string& secret,
                                     std::chrono::milliseconds limit);
 
 // The numeric address of this end.
 [[nodiscard]] std::string own_address(int socket);
-// Of the other end, "" where it is gone.
+// The numeric address of the other end; "" if it is gone.
 [[nodiscard]] std::string peer_address(int socket);
 
-// All that the name or address means is of this host alone.
+// Whether the name or address leads only to this host.
 [[nodiscard]] bool is_loopback(const std::string& address);
 
 }  // namespace hsdp::comm

@@ -31,14 +31,14 @@ void compare(Communicator& world, const std::string& name, const std::vector<std
 }  // namespace
 
 struct GatherLane::Parts {
-  Parts(const std::string& name, const reducer::Groups& groups, Communicator its_group,
+  Parts(const std::string& name, reducer::Groups its_groups,
         std::shared_ptr<IssueOrder::Issuer> issuer)
-      : outcome(groups.world),
-        group(std::move(its_group)),
+      : outcome(its_groups.world),
+        groups(std::move(its_groups)),
         lane(name.c_str(), groups.device, outcome, std::move(issuer)) {}
 
   reducer::Outcome outcome;
-  Communicator group;
+  reducer::Groups groups;
   reducer::Lane lane;
 };
 
@@ -47,21 +47,27 @@ GatherLane::GatherLane(reducer::Groups& groups, const std::string& name,
   Communicator& world = groups.world;
   compare(world, name, lines);
   const std::string quoted = "'" + name + "'";
-  Communicator group;
-  // Not split from the Reducer's shard group, which its lanes may be using.
-  reducer::together(world, "make the group of lane " + quoted, [&] {
-    group = world.split(groups.shard.world_ranks().front(), groups.shard.rank());
-  });
+  reducer::Groups own = groups;
+  // Not split from the Reducer's groups, which its lanes may be using.
+  const auto split = [&world](const Communicator& group) {
+    return world.split(group.world_ranks().front(), group.rank());
+  };
+  reducer::together(world, "make the group of lane " + quoted,
+                    [&] { own.shard = split(groups.shard); });
+  if (groups.parts > 1) {
+    reducer::together(world, "make the replicas' group of lane " + quoted,
+                      [&] { own.replicate = split(groups.replicate); });
+  }
   std::shared_ptr<IssueOrder::Issuer> issuer = reducer::add_issuer(groups);
   reducer::together(world, "start lane " + quoted, [&] {
-    parts_ = std::make_unique<Parts>(name, groups, std::move(group), std::move(issuer));
+    parts_ = std::make_unique<Parts>(name, std::move(own), std::move(issuer));
   });
 }
 
 GatherLane::~GatherLane() {
   try {
     parts_->lane.synchronize();
-    parts_->group.wait(parts_->lane.stream().record());
+    parts_->groups.shard.wait(parts_->lane.stream().record());
   } catch (...) {  // was the Events'
   }
 }
@@ -70,12 +76,14 @@ Event GatherLane::run(const Event& after, Task task) {
   return parts_->lane.run({.scope = reducer::Lane::Scope::kAllRanks, .after = after},
                           [parts = parts_.get(), task = std::move(task)](Stream& stream) {
                             parts->outcome.rethrow_failure("gather lane");
-                            task(parts->group, stream);
+                            task(parts->groups.shard, stream);
                           });
 }
 
 void GatherLane::come_anywhere() { parts_->lane.come_anywhere(); }
 
-void GatherLane::wait(const Event& done) { parts_->group.wait(done); }
+reducer::Groups& GatherLane::groups() { return parts_->groups; }
+
+void GatherLane::wait(const Event& done) { parts_->groups.shard.wait(done); }
 
 }  // namespace hsdp

@@ -49,6 +49,9 @@ class GatherLane {
   // From now on a rank may give it its tasks before those of other lanes, and another rank after
   // them. On every rank, before the first task.
   void come_anywhere();
+  // What its tasks' collectives run on: the shard group that they are given, and where the Reducer's
+  // results are sharded over the mesh, the replicas.
+  [[nodiscard]] reducer::Groups& groups();
   // Blocks until an Event of run() is complete. Throws what went wrong, also where a GPU did the
   // task and the world failed meanwhile: nobody knows then what has come.
   void wait(const Event& done);

@@ -22,7 +22,15 @@ struct Reducer::Parts {
         options(std::move(agreed.options)),
         parameters(options, groups.replicate.size()),
         steps(options, parameters, groups, memory),
-        results(options, parameters, groups, steps, std::move(agreed.snapshot_id), memory) {}
+        results(options, parameters, groups, steps, std::move(agreed.snapshot_id), memory) {
+    shard_over(options.shard_over);
+  }
+
+  void shard_over(ShardOver over) {
+    options.shard_over = over;
+    groups.parts = over == ShardOver::kMesh ? groups.replicate.size() : 1;
+    parameters.forget_layout();
+  }
 
   // As parameters.find(); an unknown name is this rank's fault in the open microbatch.
   [[nodiscard]] int find_in_microbatch(std::string_view name) {
@@ -74,6 +82,18 @@ void Reducer::set_units(std::span<const int> units) {
                       .got = "them after it"});
   }
   parts_->parameters.set_units(units);
+}
+
+void Reducer::set_shard_over(ShardOver over) {
+  parts_->steps.check_usable("set_shard_over");
+  if (parts_->steps.frozen() != nullptr && over != parts_->options.shard_over) {
+    throw UsageError({.where = "reducer: shard_over",
+                      .expected = "\"" + std::string(word_of(parts_->options.shard_over)) +
+                                  "\", as in the steps so far",
+                      .got = "\"" + std::string(word_of(over)) + "\"",
+                      .remedy = "say so when the Reducer is made"});
+  }
+  parts_->shard_over(over);
 }
 
 void Reducer::set_requires_gradient_sync(bool flag, const std::optional<std::string>& group) {
@@ -162,6 +182,9 @@ void Reducer::partial_shard(std::string_view name, TensorView out) {
 Slice Reducer::slice(std::string_view name) {
   return parts_->results.slice(parts_->parameters.find(name));
 }
+Slice Reducer::shard_slice(std::string_view name) {
+  return parts_->results.shard_slice(parts_->parameters.find(name));
+}
 const BucketLayout& Reducer::layout() { return parts_->results.layout(); }
 const std::vector<ParameterSpec>& Reducer::parameters() const { return parts_->parameters.specs(); }
 
@@ -203,6 +226,7 @@ MemoryCount Reducer::memory_count() const { return parts_->memory; }
 ReducerState Reducer::state() const { return parts_->steps.state(); }
 Device Reducer::device() const { return parts_->groups.device; }
 int Reducer::shard_rank() const { return parts_->groups.shard.rank(); }
+int Reducer::slice_parts() const { return parts_->groups.parts; }
 
 ReducerStats Reducer::stats() const {
   ReducerStats s;

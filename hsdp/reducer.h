@@ -98,6 +98,9 @@ class Reducer {
   // The same for all that are registered: their units, in their order.
   void set_units(std::span<const int> units);
 
+  // As the option shard_over. Before the first microbatch, the same on every rank.
+  void set_shard_over(ShardOver over);
+
   // For microbatches without `sync`: gradient sync off makes it kNone; all-reduce off, where there
   // is no `last` either, kShard. Both are on at first, and as in FSDP2 the first sets the second,
   // too. Of all groups or of one, outside a microbatch.
@@ -215,6 +218,8 @@ class Reducer {
   [[nodiscard]] std::vector<float> partial_shard(std::string_view name);
   void partial_shard(std::string_view name, TensorView out);  // of the slice's count, as local_sum
   [[nodiscard]] Slice slice(std::string_view name);
+  // All of this shard rank's: with the parts of the other replicas.
+  [[nodiscard]] Slice shard_slice(std::string_view name);
   // Where everything lies; lives as long as the Reducer. Before prepare() it is that of what is
   // registered so far, until more is.
   [[nodiscard]] const BucketLayout& layout();
@@ -262,6 +267,9 @@ class Reducer {
   [[nodiscard]] ReducerState state() const;  // never waits, in any phase
   [[nodiscard]] Device device() const;       // of the mesh
   [[nodiscard]] int shard_rank() const;      // of this process in its shard group
+  // Into how many parts a shard rank's slices are cut: the replicas where results are sharded over
+  // the mesh, else 1. layout() has the parts: those of a shard rank beside each other.
+  [[nodiscard]] int slice_parts() const;
 
  private:
   friend double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);

@@ -53,6 +53,11 @@ enum class AccumulateOn : std::uint8_t {
   kDevice,  // in memory of the mesh's device
   kHost,    // in pinned memory of the host, beside a GPU
 };
+// Over which ranks a step's result is cut into slices, and with it the state of an optimizer.
+enum class ShardOver : std::uint8_t {
+  kShard,  // the shard group: every replica has the same slices
+  kMesh,   // the whole mesh: a replica has its part of each slice of kShard
+};
 // What the default divide factor counts.
 enum class DivideBy : std::uint8_t {
   kRanks,              // the sum over microbatches of the mean over ranks
@@ -86,6 +91,9 @@ constexpr std::array<Choice<Accumulate>, 2> choices(Accumulate /*of*/) {
 }
 constexpr std::array<Choice<AccumulateOn>, 2> choices(AccumulateOn /*of*/) {
   return {{{"device", AccumulateOn::kDevice}, {"host", AccumulateOn::kHost}}};
+}
+constexpr std::array<Choice<ShardOver>, 2> choices(ShardOver /*of*/) {
+  return {{{"shard", ShardOver::kShard}, {"mesh", ShardOver::kMesh}}};
 }
 constexpr std::array<Choice<DivideBy>, 2> choices(DivideBy /*of*/) {
   return {{{"ranks", DivideBy::kRanks}, {"ranks*microbatches", DivideBy::kRanksMicrobatches}}};
@@ -122,6 +130,9 @@ struct ReducerOptions {
   std::string reduction = "exact";            // or "native" (nccl only)
   std::shared_ptr<ReplicaHop> replica_hop{};  // default: a PlainHop
   DivideBy divide_by = DivideBy::kRanks;      // the default divide factor
+  // With one replica both are the same. kMesh: the replica hop is a reduce-scatter, of a hop that
+  // scatters(); the result is never whole on a shard rank.
+  ShardOver shard_over = ShardOver::kShard;
   // Every Nth step the replicas compare the bits of its result, and one that has others ends the
   // world with a MismatchError before anybody reads it. 0: in no step.
   std::int64_t verify_every = 0;
@@ -144,6 +155,7 @@ void visit_fields(Options& options, Visit visit) requires
   visit("reduction", options.reduction);
   visit("replica_hop", options.replica_hop);
   visit("divide_by", options.divide_by);
+  visit("shard_over", options.shard_over);
   visit("verify_every", options.verify_every);
 }
 

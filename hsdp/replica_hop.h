@@ -25,6 +25,7 @@
 #include "hsdp/device/stream.h"
 #include "hsdp/divide_factors.h"
 #include "hsdp/memory_count.h"
+#include "hsdp/row_cut.h"
 #include "hsdp/step_party.h"
 
 namespace hsdp {
@@ -47,6 +48,9 @@ struct HopPlan {
   // Of each bucket: what reduce() may get. Memory that is only taken later has no address yet.
   std::vector<std::vector<TensorView>> data{};
   std::vector<Dtype> wires{};  // of each bucket, where the hop brings none along
+  // Of each bucket: how `data` is cut over the replicas, of which each gets its own part of the
+  // total. Empty: every replica gets all of it.
+  std::vector<RowCut> cuts{};
   int replicate_size = 1;
   Reduction reduction = Reduction::kExact;  // for hops that sum by all_reduce
   Device device{};
@@ -59,6 +63,9 @@ struct HopBucket {
   // replicas / arithmetic.divisor, or / arithmetic.mean_divisor where means() said so; the same
   // bits on every replica.
   TensorView data{};
+  // Where the plan has cuts: the total of this replica's part, in place of `data`, which then holds
+  // anything.
+  TensorView part{};
   HopArithmetic arithmetic{};
   std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 for a value that is not finite
   // The hop's calls for this bucket may be, too, where reduce() makes them itself: see CallLabel.
@@ -90,6 +97,9 @@ class ReplicaHop : public StepParty {
     static_cast<void>(parameter);
     return 0;
   }
+
+  // Whether it takes a plan with cuts. Where not, such a Reducer refuses it.
+  [[nodiscard]] virtual bool scatters() const { return false; }
 
   // Local; takes memory. A throw is told to the other ranks, and the set-up may be tried again.
   // Comes again between steps when the owner's buckets change, as replica_hook's do where
@@ -133,8 +143,39 @@ class ReplicaHop : public StepParty {
 // The all-reduce that sums a bucket as it is, in its arithmetic's wire dtype.
 [[nodiscard]] AllReduce plain_sum(const HopBucket& bucket, Reduction reduction);
 
-// The all-reduce in one wire dtype, summed in fp32; f16 with the exponents of rule 3.
-// Has no state.
+// The reduce-scatter that sums a bucket as it is where the plan has cuts: rows are rounded as in
+// the all-reduce, into memory that the peers read, and the total is not rounded.
+//
+// Used as a hop is: made in prepare(), bound in bind(), then one bucket at a time, in the order of
+// one stream.
+class PlainScatter {
+ public:
+  // `wires`: of each bucket of the plan; none: the bucket never comes. Takes no memory.
+  PlainScatter(const HopPlan& plan, std::span<const std::optional<Dtype>> wires);
+  // Collective: takes the memory that the rows are rounded into.
+  void bind(Communicator& replicas);
+
+  [[nodiscard]] const RowCut& cut(int bucket) const {
+    return cuts_[static_cast<std::size_t>(bucket)];
+  }
+  // Rounds the bucket, inside a task of `stream`; then its call.
+  void round(const HopBucket& bucket, const Stream& stream) const;
+  [[nodiscard]] ReduceScatter call(const HopBucket& bucket) const;
+
+ private:
+  [[nodiscard]] ConstTensorView sent(const HopBucket& bucket) const;
+
+  std::vector<RowCut> cuts_;
+  Reduction reduction_;
+  MemoryCount memory_;
+  std::vector<ReduceScatter> to_come_;  // until bind()
+  std::int64_t staging_bytes_ = 0;
+  SharedMemory staging_;
+  MemoryCount::Held held_;
+};
+
+// The all-reduce in one wire dtype, summed in fp32; f16 with the exponents of rule 3. With cuts,
+// the reduce-scatter. Has no state.
 class PlainHop final : public ReplicaHop {
  public:
   // Without a dtype: the Reducer's replica_dtype.
@@ -144,6 +185,7 @@ class PlainHop final : public ReplicaHop {
   [[nodiscard]] std::optional<Dtype> wire() const override { return wire_; }
   [[nodiscard]] bool has_state() const override { return false; }
   [[nodiscard]] bool needs_gather_group() const override { return false; }
+  [[nodiscard]] bool scatters() const override { return true; }
   void prepare(const HopPlan& plan) override;
   void bind(Communicator scatter, Communicator gather) override;
   Event reduce(const HopBucket& bucket, Stream& stream) override;
@@ -151,7 +193,8 @@ class PlainHop final : public ReplicaHop {
  private:
   std::optional<Dtype> wire_;
   Reduction reduction_ = Reduction::kExact;
-  std::vector<AllReduce> to_come_;  // between prepare() and bind()
+  std::vector<AllReduce> to_come_;       // between prepare() and bind()
+  std::optional<PlainScatter> scatter_;  // with cuts
   Communicator replicas_;
 };
 

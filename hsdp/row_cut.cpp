@@ -37,4 +37,16 @@ std::int64_t RowCut::longest() const {
   return longest;
 }
 
+RowCut RowCut::joined(int by) const {
+  std::vector<std::int64_t> offsets;
+  for (int r = 0; r <= size(); r += by) offsets.push_back(begin(r));
+  return RowCut(std::move(offsets));
+}
+
+RowCut RowCut::rows(int first, int count) const {
+  std::vector<std::int64_t> offsets;
+  for (int r = first; r <= first + count; ++r) offsets.push_back(begin(r) - begin(first));
+  return RowCut(std::move(offsets));
+}
+
 }  // namespace hsdp

@@ -24,6 +24,10 @@ class RowCut {
   [[nodiscard]] std::int64_t longest() const;  // the length of the longest row
   [[nodiscard]] int size() const { return static_cast<int>(offsets_.size()) - 1; }
   [[nodiscard]] std::span<const std::int64_t> offsets() const { return offsets_; }
+  // Every `by` neighbouring rows as one; `by` divides size().
+  [[nodiscard]] RowCut joined(int by) const;
+  // The `count` rows from `first` on, as a cut of their elements alone.
+  [[nodiscard]] RowCut rows(int first, int count) const;
 
  private:
   std::vector<std::int64_t> offsets_;

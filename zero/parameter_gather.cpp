@@ -34,14 +34,15 @@ void check_master(const GatheredParameter& parameter, const Slice& own) {
 }  // namespace
 
 struct ParameterGather::Parts {
-  Parts(Reducer& its_reducer, std::vector<GatheredParameter> its_parameters)
+  Parts(Reducer& its_reducer, std::vector<GatheredParameter> its_parameters, Completes what)
       : layout((its_reducer.prepare(), its_reducer.layout())),
+        completes(what),
         memory(its_reducer.memory_count()),
         parameters(std::move(its_parameters)) {}
 
   // Checks everything, and divides it into units. What all ranks must agree on, in lines.
   std::vector<std::string> divide(Reducer& reducer, std::int64_t unit_bytes);
-  void gather(std::size_t unit, CallLabel label, Communicator& shard_group, Stream& stream);
+  void gather(std::size_t unit, CallLabel label, Stream& stream);
   // UsageError for numbers that there are not.
   [[nodiscard]] std::size_t unit_number(int unit) const {
     return check_index(kWhere, "a unit below", unit, std::ssize(units));
@@ -51,6 +52,7 @@ struct ParameterGather::Parts {
   }
 
   const BucketLayout& layout;
+  const Completes completes;
   MemoryCount memory;
   std::vector<GatheredParameter> parameters;
   std::unordered_map<std::string_view, int> indices;  // by name
@@ -77,8 +79,12 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
   for (const GatheredParameter& parameter : parameters) {
     arrays.push_back({parameter.name, parameter.array});
   }
-  const std::vector<FullArray> full =
-      reducer::full_arrays(reducer.parameters(), arrays, reducer.device(), kWhere);
+  const std::vector<FullArray> full = reducer::full_arrays(
+      reducer.parameters(), arrays, reducer.device(), kWhere, [&](int parameter) {
+        const RowCut shards = layout.slices(parameter).joined(reducer.slice_parts());
+        return completes == Completes::kParameters ? shards.count()
+                                                   : shards.length(reducer.shard_rank());
+      });
   std::vector<std::string> lines{std::to_string(unit_bytes) + " bytes a unit"};
   std::unordered_map<int, int> index_of;  // by number of registration
   for (std::size_t i = 0; i < full.size(); ++i) {
@@ -90,14 +96,18 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
     if (parameter.master.count > 0) masters.emplace(registered, &parameter.master);
     lines.push_back("'" + parameter.name + "' " + std::string(name(parameter.array.dtype)));
   }
-  units = reducer::gather_units(layout, full, unit_bytes);
+  // Ranks with slices of other sizes divide them alike.
+  std::vector<FullArray> whole = full;
+  for (FullArray& one : whole) one.array.count = layout.slices(one.parameter).count();
+  units = reducer::gather_units(layout, whole, unit_bytes);
   scratch = ScratchReserve(reducer.device(), reducer::gather_scratch(layout, units));
   scratch_held = memory.hold(MemoryKind::kScratch, scratch.size_bytes());
   unit_of.assign(parameters.size(), -1);
   for (std::size_t u = 0; u < units.size(); ++u) {
     std::vector<int>& of_unit = members.emplace_back();
-    for (const FullArray& array : units[u]) {
+    for (FullArray& array : units[u]) {
       of_unit.push_back(index_of.at(array.parameter));
+      array.array = parameters[static_cast<std::size_t>(of_unit.back())].array;
       unit_of[static_cast<std::size_t>(of_unit.back())] = static_cast<int>(u);
     }
   }
@@ -106,19 +116,28 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
   return lines;
 }
 
-void ParameterGather::Parts::gather(std::size_t unit, CallLabel label, Communicator& shard_group,
-                                    Stream& stream) {
+void ParameterGather::Parts::gather(std::size_t unit, CallLabel label, Stream& stream) {
+  reducer::Groups& groups = lane->groups();
+  const reducer::SliceOwner owner = groups.owner();
   const double begin_s = now_s();
   std::int64_t bytes = 0;
+  std::vector<reducer::CutArray> shards;
   for (const FullArray& full : units[unit]) {
     bytes += static_cast<std::int64_t>(full.array.size_in_bytes());
+    Slice own = layout.slice(full.parameter, owner.slice_rank());
+    if (completes == Completes::kShardSlices) {
+      shards.push_back(reducer::replica_parts(groups, layout, full.parameter, full.array));
+      own.offset = shards.back().cut.begin(owner.part);
+    }
     const auto master = masters.find(full.parameter);
     if (master == masters.end()) continue;
-    const Slice own = layout.slice(full.parameter, shard_group.rank());
     round_into(*master->second, full.array.slice(own.offset, own.count), stream);
   }
   const std::int64_t gathers =
-      reducer::gather_unit(shard_group, layout, units[unit], memory, stream, label);
+      completes == Completes::kParameters
+          ? reducer::gather_unit(groups, layout, units[unit], memory, stream, label)
+      : groups.parts == 1 ? 0
+                          : reducer::gather_arrays(groups.replicate, shards, memory, stream, label);
   const std::scoped_lock lock(mutex);
   times[unit] = {begin_s, now_s()};
   stats.gather_count += gathers;
@@ -126,8 +145,8 @@ void ParameterGather::Parts::gather(std::size_t unit, CallLabel label, Communica
 }
 
 ParameterGather::ParameterGather(Reducer& reducer, std::vector<GatheredParameter> parameters,
-                                 std::int64_t unit_bytes)
-    : parts_(std::make_unique<Parts>(reducer, std::move(parameters))) {
+                                 std::int64_t unit_bytes, Completes completes)
+    : parts_(std::make_unique<Parts>(reducer, std::move(parameters), completes)) {
   parts_->lane =
       reducer.make_lane("hsdp-gather", [&] { return parts_->divide(reducer, unit_bytes); });
 }
@@ -145,8 +164,8 @@ Event ParameterGather::start(int unit, const Event& updated) { return start(unit
 Event ParameterGather::start(int unit, const Event& updated, CallLabel label) {
   const std::size_t u = parts_->unit_number(unit);
   Event done = parts_->lane->run(
-      updated, [parts = parts_.get(), u, label](Communicator& shard_group, Stream& stream) {
-        parts->gather(u, label, shard_group, stream);
+      updated, [parts = parts_.get(), u, label](Communicator& /*shard_group*/, Stream& stream) {
+        parts->gather(u, label, stream);
       });
   const std::scoped_lock lock(parts_->mutex);
   parts_->gathered[u] = done;

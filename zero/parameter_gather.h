@@ -1,5 +1,5 @@
-// Completes parameters of which each rank of a shard group has updated its slice, on a lane of its
-// own: gathers run under whatever comes next, and readers wait for what they are about to read.
+// Completes parameters of which each rank of a shard group has updated its slice, or each rank of
+// the mesh where the Reducer's results are sharded over that, on a lane of its own: gathers run under whatever comes next, and readers wait for what they are about to read.
 //
 //   zero::ParameterGather gather(reducer, {{.name = "w", .array = whole}});   // on every rank
 //   for (...) {
@@ -49,6 +49,14 @@ struct GatheredParameter {
   TensorView master{};  // this rank's slice: f32 of an array of f32, bf16 or f16, f64 of one of f64
 };
 
+// What the arrays of a gather are.
+enum class Completes : std::uint8_t {
+  kParameters,  // whole ones
+  // This shard rank's slices of them, where results are sharded over the mesh: each replica has
+  // updated its part, and the shard group is not asked. Masters are of that part.
+  kShardSlices,
+};
+
 // In seconds of the steady clock. On a GPU: when it was enqueued.
 struct GatherTime {
   double begin_s = 0;
@@ -61,7 +69,8 @@ class ParameterGather {
 
   // Prepares the Reducer. All ranks have the gather in the end or none.
   ParameterGather(Reducer& reducer, std::vector<GatheredParameter> parameters,
-                  std::int64_t unit_bytes = kUnitBytes);
+                  std::int64_t unit_bytes = kUnitBytes,
+                  Completes completes = Completes::kParameters);
   ~ParameterGather();  // waits for the gathers under way
   ParameterGather(const ParameterGather&) = delete;
   ParameterGather& operator=(const ParameterGather&) = delete;

@@ -134,6 +134,8 @@ std::vector<std::vector<std::size_t>> messages_of(const BucketLayout& layout,
 struct UnitGather::Parts {
   explicit Parts(Reducer& its_reducer)
       : layout((its_reducer.prepare(), its_reducer.layout())),
+        parts(its_reducer.slice_parts()),
+        shard_size(layout.shard_size() / parts),
         memory(its_reducer.memory_count()),
         device(its_reducer.device()) {}
 
@@ -165,6 +167,8 @@ struct UnitGather::Parts {
             Stream& stream);
 
   const BucketLayout& layout;
+  const int parts;  // of a shard rank's slices
+  const int shard_size;
   MemoryCount memory;
   Device device;
   std::vector<Unit> units;
@@ -193,7 +197,7 @@ std::vector<std::string> UnitGather::Parts::prepare(Reducer& reducer,
       const auto found = numbers.find(one.name);
       std::optional<int>& number = registered.emplace_back();
       if (found != numbers.end()) number = found->second;
-      RowCut cut = number ? layout.slices(*number) : RowCut(one.count, layout.shard_size());
+      RowCut cut = number ? layout.slices(*number).joined(parts) : RowCut(one.count, shard_size);
       if (cut.count() != one.count) {
         throw UsageError({.where = std::string(kUnitWhere) + ": '" + one.name + "'",
                           .expected = std::to_string(cut.count()) + " elements, as registered",
@@ -279,7 +283,7 @@ void UnitGather::Parts::follow(std::ptrdiff_t count) {
 }
 
 Event UnitGather::Parts::gather(int unit, std::vector<TensorView> arrays, const Event& updated) {
-  if (layout.shard_size() > 1) {
+  if (shard_size > 1) {
     hear_opening();
     records.want(unit);
     const auto coming = records.coming();
@@ -335,7 +339,7 @@ void UnitGather::Parts::fill(const Unit& unit, std::span<const TensorView> array
 }
 
 Event UnitGather::Parts::rounds_until(int own, bool (*is_over)(int word)) {
-  if (layout.shard_size() == 1) return {};
+  if (shard_size == 1) return {};
   for (;;) {
     hear_opening();
     follow(std::ssize(records.coming()));

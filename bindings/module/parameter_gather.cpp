@@ -24,7 +24,7 @@ using zero::ParameterGather;
 class GatherHandle {
  public:
   GatherHandle(ReducerHandle& reducer, const py::dict& arrays, const py::dict& masters,
-               std::int64_t unit_bytes)
+               std::int64_t unit_bytes, bool of_shard_slices)
       : caller_(reducer.share_caller()), interrupt_(reducer.interrupt()) {
     std::vector<GatheredParameter> parameters;
     for (const ParameterSpec& spec : reducer.reducer().parameters()) {
@@ -48,9 +48,13 @@ class GatherHandle {
     held->reducer = reducer.share();
     held->arrays = arrays_;
     held->masters = std::move(masters_);
-    reducer.call([held, parameters = std::move(parameters), unit_bytes](Reducer& its) mutable {
-      held->gather = std::make_unique<ParameterGather>(its, std::move(parameters), unit_bytes);
-    });
+    const auto completes =
+        of_shard_slices ? zero::Completes::kShardSlices : zero::Completes::kParameters;
+    reducer.call(
+        [held, parameters = std::move(parameters), unit_bytes, completes](Reducer& its) mutable {
+          held->gather =
+              std::make_unique<ParameterGather>(its, std::move(parameters), unit_bytes, completes);
+        });
     ParameterGather* const gather = held->gather.get();
     gather_ = {gather, [held = std::move(held), process](ParameterGather*) mutable {
                  if (!process.here()) {
@@ -143,7 +147,7 @@ class GatherHandle {
 
 void bind_parameter_gather(py::module_& module) {
   py::class_<GatherHandle>(module, "ParameterGather")
-      .def(py::init<ReducerHandle&, const py::dict&, const py::dict&, std::int64_t>())
+      .def(py::init<ReducerHandle&, const py::dict&, const py::dict&, std::int64_t, bool>())
       .def("start", &GatherHandle::start)
       .def("is_ready", &GatherHandle::is_ready)
       .def("wait", &GatherHandle::wait)

@@ -340,9 +340,15 @@ void bind_settings(Class& bound) {
 }
 
 void bind_step(Class& bound) {
-  bound.def("set_units", [](Handle& self, const std::vector<int>& units) {
-    self.call_here([&units](Reducer& r) { r.set_units(units); });
-  });
+  bound
+      .def("set_units",
+           [](Handle& self, const std::vector<int>& units) {
+             self.call_here([&units](Reducer& r) { r.set_units(units); });
+           })
+      .def("set_shard_over", [](Handle& self, const std::string& text) {
+        const ShardOver over = choose("shard_over", text, choices(ShardOver{}));
+        self.call_here([over](Reducer& r) { r.set_shard_over(over); });
+      });
   bound.def("prepare", [](Handle& self) { self.call([](Reducer& r) { r.prepare(); }); })
       .def("together",
            [](Handle& self, const std::string& what, const std::string& failure) {
@@ -398,6 +404,11 @@ void bind_results(Class& bound) {
       .def("local_sum", local_sum)
       .def("copy_of", copy_of)
       .def("slice", slice)
+      .def("shard_slice",
+           [](Handle& self, const std::string& name) {
+             const Slice all = self.reducer().shard_slice(name);
+             return std::make_pair(all.offset, all.count);
+           })
       .def("balance", balance)
       .def("gather_gradients", gather_gradients)
       .def("gather_parameters", gather_parameters)

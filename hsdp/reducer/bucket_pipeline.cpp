@@ -134,7 +134,7 @@ void BucketPipeline::shard_hop(const Launch& launch) {
   ReduceScatter args;
   args.in = setting_.memory.staging(launch.slot, launch.bucket);
   args.out = setting_.memory.bucket_carry(launch.bucket);
-  args.cut = setting_.layout.rows(launch.bucket);
+  args.cut = setting_.layout.rows(launch.bucket).joined(setting_.groups.parts);
   args.accumulate = launch.arithmetic.adds_carry;
   args.sum_exponent = launch.arithmetic.row_exponent;
   args.divisor = launch.arithmetic.shard_divisor;
@@ -155,6 +155,7 @@ Event BucketPipeline::replica_hop(const Launch& launch) {
   HopBucket args;
   args.bucket = launch.bucket;
   args.data = setting_.memory.bucket_carry(launch.bucket);
+  if (setting_.groups.parts > 1) args.part = setting_.memory.bucket_result(launch.bucket);
   args.arithmetic = launch.arithmetic.replica;
   args.nonfinite = launch.plan->result->nonfinite.get();
   args.planned = true;
@@ -169,32 +170,32 @@ void BucketPipeline::after_hops(const Launch& launch) {
   using Rest = BucketArithmetic::Rest;
   const BucketArithmetic& arithmetic = launch.arithmetic;
   if (arithmetic.rest == Rest::kNothing || launch.zeros) return;
-  const TensorView carry = setting_.memory.bucket_carry(launch.bucket);
+  const TensorView result = setting_.memory.bucket_result(launch.bucket);
   if (arithmetic.rest == Rest::kDivide) {
     return divide(launch.bucket, arithmetic.rest_divisor, *launch.plan, replica_lane_->stream());
   }
   const TensorView total = setting_.memory.bucket_total(launch.bucket);
-  const std::array<const void*, 1> rows{arithmetic.rest_reads_carry ? carry.data : total.data};
-  const std::array<void*, 1> outs{arithmetic.rest == Rest::kJoinTotal ? carry.data : total.data};
+  const std::array<const void*, 1> rows{arithmetic.rest_reads_carry ? result.data : total.data};
+  const std::array<void*, 1> outs{arithmetic.rest == Rest::kJoinTotal ? result.data : total.data};
   kernels::SumRows args;
   args.rows = rows;
   args.outs = outs;
   const bool adds = arithmetic.rest_reads_carry && arithmetic.rest_reads_total;
   args.add = adds ? total.data : nullptr;
-  args.spec.row_dtype = args.spec.out_dtype = carry.dtype;
+  args.spec.row_dtype = args.spec.out_dtype = result.dtype;
   args.spec.divisor = arithmetic.rest_divisor;
-  args.count = carry.count;
+  args.count = result.count;
   args.nonfinite = launch.plan->result->nonfinite.get();
   kernels::sum_rows(args, replica_lane_->stream());
 }
 
 void BucketPipeline::divide(int bucket, double divisor, const MicrobatchPlan& plan,
                             const Stream& stream) {
-  const TensorView carry = setting_.memory.bucket_carry(bucket);
+  const TensorView result = setting_.memory.bucket_result(bucket);
   kernels::ScaleAndCast args;
-  args.in = args.out = carry.data;
-  args.in_dtype = args.out_dtype = carry.dtype;
-  args.count = carry.count;
+  args.in = args.out = result.data;
+  args.in_dtype = args.out_dtype = result.dtype;
+  args.count = result.count;
   args.divisor = divisor;
   args.nonfinite = plan.result->nonfinite.get();
   kernels::scale_and_cast(args, stream);

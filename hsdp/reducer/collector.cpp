@@ -13,7 +13,7 @@ Collector::Collector(const Setting& setting)
       pipeline_(setting.pipeline),
       outcome_(setting.outcome),
       pack_order_(setting.order),
-      has_shard_hop_(layout_.shard_size() > 1),
+      has_shard_hop_(setting.has_shard_hop),
       packs_(setting.device, setting.world, setting.holes),
       arrived_(static_cast<std::size_t>(parameters_.size())),
       added_(arrived_.size()),
@@ -188,7 +188,7 @@ void Collector::accept(Lock& lock, int parameter) {
     run(lock, [&] {
       packs_.wait(kNoSlot, whole.valid);
       if (contribution.accumulated.data != nullptr) packs_.wait_for_sums(kNoSlot);
-      add_to_carry(contribution, adds, memory_.slice_carry(parameter), packs_.queue(kNoSlot));
+      add_to_carries(parameter, contribution, adds);
       packs_.hold(kNoSlot, std::move(whole.owner));
     });
     for (int b = buckets.first; b < buckets.end; ++b) piece_packed(lock, {parameter, b});
@@ -197,6 +197,22 @@ void Collector::accept(Lock& lock, int parameter) {
     return;
   }
   pack_pieces(lock, parameter);
+}
+
+// A result of one rank is one run of its carry; cut over the replicas, it lies in buckets.
+void Collector::add_to_carries(int parameter, const Contribution& contribution, bool adds) {
+  kernels::PackQueue& queue = packs_.queue(kNoSlot);
+  if (layout_.shard_size() == 1) {
+    return add_to_carry(contribution, adds, 0, memory_.slice_result(parameter), queue);
+  }
+  const BucketRun buckets = buckets_of(parameter);
+  for (int b = buckets.first; b < buckets.end; ++b) {
+    for (const BucketSegment& segment : layout_.segments(b)) {
+      if (segment.parameter != parameter) continue;
+      const TensorView carry = memory_.bucket_carry(b).slice(segment.bucket_offset, segment.count);
+      add_to_carry(contribution, adds, segment.flat_offset, carry, queue);
+    }
+  }
 }
 
 // It is read while the cache still holds it, and its memory is free for the next gradient.

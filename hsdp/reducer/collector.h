@@ -43,6 +43,7 @@ class Collector {
     Communicator& world;
     Device device;
     PackOrder order = PackOrder::kAhead;
+    bool has_shard_hop = false;
     bool holes = false;                          // a parameter may get no gradient
     std::shared_ptr<IssueOrder::Issuer> issuer;  // on a GPU
   };
@@ -157,6 +158,7 @@ class Collector {
   // A bucket without a slot that has all its gradients waits for no later work of their streams.
   void fix_valid(Lock& lock, const BucketState& state);
   void accumulate(int parameter, const Contribution& contribution);
+  void add_to_carries(int parameter, const Contribution& contribution, bool adds);
   // A fresh gradient, without the lock.
   void add_locally(Lock& lock, int parameter, const StridedView& gradient, GradientOwner owner,
                    const ValidAfter& valid);

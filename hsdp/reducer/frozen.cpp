@@ -60,7 +60,17 @@ HopPlan hop_plan(const FrozenSetting& setting, const BucketLayout& layout,
   }
   for (int b = 0; b < static_cast<int>(layout.buckets().size()); ++b) {
     const Bucket& bucket = layout.buckets()[static_cast<std::size_t>(b)];
-    plan.ranges.push_back(layout.ranges(b, setting.groups.shard.rank()));
+    std::vector<ParameterRange>& ranges = plan.ranges.emplace_back();
+    const int parts = setting.groups.parts;
+    const int first = setting.groups.shard.rank() * parts;
+    const RowCut cut = layout.rows(b).rows(first, parts);
+    for (int part = 0; part < parts; ++part) {
+      for (ParameterRange range : layout.ranges(b, first + part)) {
+        range.offset += cut.begin(part);
+        ranges.push_back(range);
+      }
+    }
+    if (parts > 1) plan.cuts.push_back(cut);
     std::vector<TensorView>& data = plan.data.emplace_back();
     data.push_back(memory.bucket_carry(b));
     if (setting.parameters.group_count() > 1) {  // some end earlier, with totals
@@ -73,6 +83,23 @@ HopPlan hop_plan(const FrozenSetting& setting, const BucketLayout& layout,
   plan.device = setting.groups.device;
   plan.memory = setting.memory;
   return plan;
+}
+
+// Where the replica hop is a reduce-scatter.
+void require_scattered_results(const ReducerOptions& options) {
+  if (!options.replica_hop->scatters()) {
+    throw UsageError({.where = "reducer: replica_hop",
+                      .expected = "a hop that scatters, as shard_over=\"mesh\" needs",
+                      .got = "'" + options.replica_hop->describe() +
+                             "', which gives every replica the whole total",
+                      .remedy = "use the plain hop, or shard_over=\"shard\""});
+  }
+  if (options.verify_every > 0) {
+    throw UsageError({.where = "reducer: verify_every",
+                      .expected = "results that every replica has",
+                      .got = "shard_over=\"mesh\", where each replica has its part",
+                      .remedy = "leave verify_every out, or use shard_over=\"shard\""});
+  }
 }
 
 // Packing ahead needs a core for the thread that waits, beside those that reduce; a GPU does both.
@@ -92,11 +119,13 @@ Frozen::Frozen(const FrozenSetting& setting)
   Communicator& world = groups.world;
   compare_registrations(setting.parameters, world);
   together(world, "lay out its buckets", [&] {
-    layout_ = setting.parameters.make_layout(groups.shard.size());
-    memory_.emplace(setting.parameters, *layout_, groups.shard.rank(), groups.device,
+    if (groups.parts > 1) require_scattered_results(options);
+    layout_ = setting.parameters.make_layout(groups.slice_count());
+    memory_.emplace(setting.parameters, *layout_, groups.owner(), groups.device,
                     options.accumulate_on, setting.memory);
-    scratch_ = ScratchReserve(groups.device, scratch_need(setting.parameters, *layout_,
-                                                          groups.shard.rank(), groups.device));
+    scratch_ = ScratchReserve(
+        groups.device,
+        scratch_need(setting.parameters, *layout_, groups.owner().slice_rank(), groups.device));
     for (Flag& flag : flags_) flag = make_flag(device_);
   });
   sends_f16_ = options.replica_dtype == Dtype::kF16 ||
@@ -118,9 +147,10 @@ Frozen::Frozen(const FrozenSetting& setting)
     pipeline_.emplace(BucketPipeline::Setting{
         *layout_, *memory_, setting.outcome, setting.agreement, groups, options.replica_hop,
         reduction_of(options), options.missing, issuer, hop_ ? &*hop_ : nullptr, &*check_});
-    collector_.emplace(Collector::Setting{
-        setting.parameters, *layout_, *memory_, *pipeline_, setting.outcome, world, groups.device,
-        pack_order(groups.device, groups.shard.size()), options.missing == Missing::kZero, issuer});
+    collector_.emplace(
+        Collector::Setting{setting.parameters, *layout_, *memory_, *pipeline_, setting.outcome,
+                           world, groups.device, pack_order(groups.device, groups.shard.size()),
+                           groups.shard.size() > 1, options.missing == Missing::kZero, issuer});
     pipeline_->set_collector(*collector_);
   });
   outcome_.set_on_change([this] { collector_->notify(); });

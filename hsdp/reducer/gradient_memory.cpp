@@ -16,36 +16,50 @@ std::int64_t next_aligned(std::int64_t value, std::int64_t alignment) {
 }  // namespace
 
 GradientMemory::GradientMemory(const ParameterTable& parameters, const BucketLayout& layout,
-                               int shard_rank, Device device, AccumulateOn accumulate_on,
+                               SliceOwner owner, Device device, AccumulateOn accumulate_on,
                                MemoryCount count)
     : parameters_(parameters),
       layout_(layout),
+      parts_(owner.parts),
       slices_(static_cast<std::size_t>(parameters.size())),
       device_(device),
       accumulate_on_(accumulate_on),
       count_(std::move(count)) {
-  place_rows(shard_rank);
+  place_rows(owner.slice_rank());
+  carry_bytes_ = result_bytes_;
+  if (parts_ > 1) place_carry(owner.shard_rank);
 }
 
 // In the order of the buckets, each on a cache line of its own. But a slice is one run: later
 // windows of a large parameter, or of whole ones, go on where the one before ends.
-void GradientMemory::place_rows(int shard_rank) {
+void GradientMemory::place_rows(int slice_rank) {
   for (int b = 0; b < std::ssize(layout_.buckets()); ++b) {
-    if (!layout_.goes_on(b)) carry_bytes_ = next_aligned(carry_bytes_, kAlignment);
+    if (!layout_.goes_on(b)) result_bytes_ = next_aligned(result_bytes_, kAlignment);
     const Dtype dtype = hsdp::sum_dtype(layout_.buckets()[static_cast<std::size_t>(b)].wire_dtype);
     const auto element_bytes = static_cast<std::int64_t>(size_bytes(dtype));
-    Place row{carry_bytes_, 0, dtype};
-    for (const ParameterRange& range : layout_.ranges(b, shard_rank)) {
+    Place row{result_bytes_, 0, dtype};
+    for (const ParameterRange& range : layout_.ranges(b, slice_rank)) {
       Place& slice = slices_[static_cast<std::size_t>(range.parameter)];
       if (slice.count == 0) slice.offset = row.offset + range.offset * element_bytes;
       slice.count += range.count;
       row.count += range.count;
     }
     rows_.push_back(row);
-    carry_bytes_ += row.count * element_bytes;
+    result_bytes_ += row.count * element_bytes;
   }
   for (int p = 0; p < parameters_.size(); ++p) {
     slices_[static_cast<std::size_t>(p)].dtype = hsdp::sum_dtype(parameters_.wire_dtype(p));
+  }
+}
+
+// All parts of this shard rank.
+void GradientMemory::place_carry(int shard_rank) {
+  carry_bytes_ = 0;
+  for (int b = 0; b < std::ssize(layout_.buckets()); ++b) {
+    const Dtype dtype = rows_[static_cast<std::size_t>(b)].dtype;
+    const std::int64_t count = layout_.rows(b).joined(parts_).length(shard_rank);
+    carry_rows_.push_back({next_aligned(carry_bytes_, kAlignment), count, dtype});
+    carry_bytes_ = carry_rows_.back().offset + count * static_cast<std::int64_t>(size_bytes(dtype));
   }
 }
 
@@ -56,10 +70,13 @@ MemoryCount::Held GradientMemory::hold(MemoryKind kind, std::size_t bytes) {
 void GradientMemory::allocate_carry(Communicator& replicate_group) {
   carry_ = replicate_group.allocate(carry_bytes_, Dtype::kU8);
   held_.push_back(hold(MemoryKind::kCarry, carry_.view().size_in_bytes()));
+  if (parts_ == 1) return;
+  result_.emplace(device_, static_cast<std::size_t>(result_bytes_));
+  held_.push_back(hold(MemoryKind::kCarry, result_->size()));
 }
 
 void GradientMemory::allocate_staging(Communicator& shard_group, Reduction reduction) {
-  if (layout_.shard_size() == 1) return;
+  if (shard_group.size() == 1) return;
   for (SharedMemory& slot : staging_) {
     slot = shard_group.allocate(layout_.max_bucket_bytes(), Dtype::kU8);
     held_.push_back(hold(MemoryKind::kStaging, slot.view().size_in_bytes()));
@@ -68,27 +85,32 @@ void GradientMemory::allocate_staging(Communicator& shard_group, Reduction reduc
   for (int b = 0; b < std::ssize(layout_.buckets()); ++b) {
     ReduceScatter& hop = hops.emplace_back();
     hop.in = staging(0, b);
-    hop.cut = layout_.rows(b);
+    hop.cut = layout_.rows(b).joined(parts_);
     hop.reduction = reduction;
   }
   shard_group.reserve(hops);
 }
 
-TensorView GradientMemory::view(const Place& place, void* carry, Device device) {
-  return {static_cast<std::byte*>(carry) + place.offset, place.count, place.dtype, device};
+TensorView GradientMemory::view(const Place& place, void* memory, Device device) {
+  return {static_cast<std::byte*>(memory) + place.offset, place.count, place.dtype, device};
 }
 
 TensorView GradientMemory::bucket_carry(int bucket) const {
-  return view(rows_[static_cast<std::size_t>(bucket)], carry_.view().data, device_);
+  const std::vector<Place>& rows = carry_rows_.empty() ? rows_ : carry_rows_;
+  return view(rows[static_cast<std::size_t>(bucket)], carry_.view().data, device_);
 }
 
-TensorView GradientMemory::slice_carry(int parameter) const {
-  return view(slices_[static_cast<std::size_t>(parameter)], carry_.view().data, device_);
+TensorView GradientMemory::bucket_result(int bucket) const {
+  return view(rows_[static_cast<std::size_t>(bucket)], result(), device_);
+}
+
+TensorView GradientMemory::slice_result(int parameter) const {
+  return view(slices_[static_cast<std::size_t>(parameter)], result(), device_);
 }
 
 void GradientMemory::require_totals() {
   if (total_) return;
-  total_.emplace(device_, carry_.view().size_in_bytes());
+  total_.emplace(device_, static_cast<std::size_t>(result_bytes_));
   total_held_ = hold(MemoryKind::kTotal, total_->size());
 }
 

@@ -1,6 +1,7 @@
 // The memory of one Reducer: carry in fp32, or in f64 of f64 gradients (also the result), mid-step
 // totals, two staging buckets and the full-size accumulators of sync = none. Sized once from the
-// layout; the rest on first need.
+// layout; the rest on first need. Where results are sharded over the mesh, the result is a part of
+// the carry's size, in memory of its own.
 //
 // The carry is allocated from the replicate group and staging from the shard group, so that peers
 // on the host read them directly. Not thread-safe, but for the views, which never move.
@@ -15,6 +16,7 @@
 #include "hsdp/comm/communicator.h"
 #include "hsdp/device/buffer.h"
 #include "hsdp/memory_count.h"
+#include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/parameter_table.h"
 
 namespace hsdp::reducer {
@@ -31,15 +33,18 @@ inline int slot_count(PackOrder order) { return order == PackOrder::kAhead ? kSt
 class GradientMemory {
  public:
   // Takes no memory yet. Parameters and layout outlive it.
-  GradientMemory(const ParameterTable& parameters, const BucketLayout& layout, int shard_rank,
-                 Device device, AccumulateOn accumulate_on, MemoryCount count);
+  GradientMemory(const ParameterTable& parameters, const BucketLayout& layout,
+                 SliceOwner owner, Device device, AccumulateOn accumulate_on, MemoryCount count);
   // Each is collective over its group, once, before anything else.
   void allocate_carry(Communicator& replicate_group);
   void allocate_staging(Communicator& shard_group, Reduction reduction);
 
-  // This rank's carry of a bucket, and of a parameter's slice: of sum_dtype().
+  // This rank's carry of a bucket: its row of the shard hop. Of sum_dtype(), as are results.
   [[nodiscard]] TensorView bucket_carry(int bucket) const;
-  [[nodiscard]] TensorView slice_carry(int parameter) const;
+  // Its result of a bucket, and of a parameter's slice, which is one run. In the carry, but where
+  // results are sharded over the mesh.
+  [[nodiscard]] TensorView bucket_result(int bucket) const;
+  [[nodiscard]] TensorView slice_result(int parameter) const;
 
   // Replica-summed totals of groups that are all before the step's end. Call require_totals()
   // first, before tasks are launched.
@@ -66,8 +71,10 @@ class GradientMemory {
     std::int64_t count = 0;
     Dtype dtype = Dtype::kF32;
   };
-  [[nodiscard]] static TensorView view(const Place& place, void* carry, Device device);
-  void place_rows(int shard_rank);
+  [[nodiscard]] static TensorView view(const Place& place, void* memory, Device device);
+  void place_rows(int slice_rank);
+  void place_carry(int shard_rank);
+  [[nodiscard]] void* result() const { return result_ ? result_->data() : carry_.view().data; }
   [[nodiscard]] MemoryCount::Held hold(MemoryKind kind, std::size_t bytes);
   [[nodiscard]] Dtype sum_dtype(int parameter, AccumulateDtype dtype) const;
   [[nodiscard]] std::vector<std::int64_t> accumulator_offsets(AccumulateDtype dtype) const;
@@ -75,13 +82,17 @@ class GradientMemory {
 
   const ParameterTable& parameters_;
   const BucketLayout& layout_;
-  std::vector<Place> rows_;    // of this rank, [bucket]
-  std::vector<Place> slices_;  // [parameter]
+  const int parts_;
+  std::vector<Place> rows_;    // of this rank's result, [bucket]
+  std::vector<Place> slices_;  // of it, [parameter]
+  std::int64_t result_bytes_ = 0;
+  std::vector<Place> carry_rows_;  // [bucket]; none: the result's
   std::int64_t carry_bytes_ = 0;
   Device device_;
   AccumulateOn accumulate_on_;
   AccumulateDtype accumulate_dtype_ = AccumulateDtype::kF32;
   SharedMemory carry_;
+  std::optional<Buffer> result_;  // where it is not the carry
   std::array<SharedMemory, kStagingSlots> staging_;
   std::optional<Buffer> total_;  // tasks read it; may be of no bytes
   Buffer accumulators_;

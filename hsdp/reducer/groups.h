@@ -12,12 +12,29 @@
 
 namespace hsdp::reducer {
 
+// Whose slices of a BucketLayout a rank has.
+struct SliceOwner {
+  int shard_rank = 0;
+  int part = 0;
+  int parts = 1;
+
+  [[nodiscard]] int slice_rank() const { return shard_rank * parts + part; }
+};
+
 struct Groups {
   Device device;
   Communicator world;
   Communicator shard;
   Communicator replicate;
+  // Into how many parts a shard rank's slices are cut, one for each replica: where results are
+  // sharded over the mesh, else 1. BucketLayout then has a row for each part, those of a shard rank
+  // beside each other [Note: results over the mesh].
+  int parts = 1;
 
+  [[nodiscard]] int slice_count() const { return shard.size() * parts; }
+  [[nodiscard]] SliceOwner owner() const {
+    return {shard.rank(), parts > 1 ? replicate.rank() : 0, parts};
+  }
   // Which copy of the model this rank's shard group holds.
   [[nodiscard]] int replica() const { return world.rank() / shard.size(); }
   [[nodiscard]] bool on_host() const { return device.type == DeviceType::kHost; }

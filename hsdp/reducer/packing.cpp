@@ -54,10 +54,10 @@ void pack_segment(const Contribution& contribution, const BucketSegment& segment
 }
 
 // Order of rule 5: the row first, then the carry.
-void add_to_carry(const Contribution& contribution, bool accumulate, TensorView carry,
-                  kernels::PackQueue& queue) {
+void add_to_carry(const Contribution& contribution, bool accumulate, std::int64_t begin,
+                  TensorView carry, kernels::PackQueue& queue) {
   StridedView local_view;
-  kernels::CastAndPack args = pack_of(contribution, 0, carry.count, local_view);
+  kernels::CastAndPack args = pack_of(contribution, begin, carry.count, local_view);
   args.out = carry.data;
   args.out_dtype = carry.dtype;
   if (accumulate && args.add != nullptr) {

@@ -26,9 +26,9 @@ void add_to_accumulator(const Contribution& contribution, TensorView accumulator
 void pack_segment(const Contribution& contribution, const BucketSegment& segment, int exponent,
                   TensorView staging, kernels::PackQueue& queue);
 
-// A shard group of one rounds nothing: carry <- carry + (local sum + fresh), all fp32, of the whole
-// parameter.
-void add_to_carry(const Contribution& contribution, bool accumulate, TensorView carry,
-                  kernels::PackQueue& queue);
+// A shard group of one rounds nothing: carry <- carry + (local sum + fresh), all fp32, of the
+// elements from `begin` on that `carry` holds.
+void add_to_carry(const Contribution& contribution, bool accumulate, std::int64_t begin,
+                  TensorView carry, kernels::PackQueue& queue);
 
 }  // namespace hsdp::reducer

@@ -175,7 +175,8 @@ std::vector<std::string> ParameterTable::describe() const {
     lines.push_back("'" + s.name + "' " + to_string(s.shape) + " " + std::string(name(s.dtype)) +
                     " reduced in " + std::string(name(wire_dtype(p))) + ", group '" + s.group +
                     "'" + (s.unit == 0 ? "" : ", unit " + std::to_string(s.unit)) +
-                    (s.is_complex ? ", complex" : ""));
+                    (s.is_complex ? ", complex" : "") +
+                    (has_hop_ && options_.shard_over == ShardOver::kMesh ? ", mesh-wide" : ""));
   }
   return lines;
 }

@@ -50,6 +50,7 @@ class ParameterTable {
   [[nodiscard]] BucketLayout make_layout(int shard_size) const;
   // The same before the first step; made anew only when a parameter has come since.
   [[nodiscard]] const BucketLayout& early_layout(int shard_size);
+  void forget_layout() { early_layout_.reset(); }
   // One line per parameter; equal on all ranks, or the first differing line is the news.
   [[nodiscard]] std::vector<std::string> describe() const;
 

@@ -37,7 +37,7 @@ void ReplicaCheck::take(const Stream& stream) {
   *sum = 0;
   std::uint64_t place = 0;
   for (int b = 0; b < static_cast<int>(layout_.buckets().size()); ++b) {
-    const TensorView row = memory_.bucket_carry(b);
+    const TensorView row = memory_.bucket_result(b);
     kernels::add_digest(row, place, sum, stream);
     place += kernels::digest_places(row);
   }
@@ -70,7 +70,7 @@ std::vector<std::optional<std::string>> ReplicaCheck::digests(std::span<const Ru
       groups_.on_host() ? Stream::inline_host() : Stream::create(groups_.device, "hsdp-check");
   std::uint64_t* sum = words_of(sums);
   for (const Run& run : runs) {
-    const TensorView row = memory_.bucket_carry(run.bucket);
+    const TensorView row = memory_.bucket_result(run.bucket);
     kernels::add_digest(row.slice(run.range.offset, run.range.count), 0, sum++, stream);
   }
   stream.synchronize();

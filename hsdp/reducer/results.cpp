@@ -45,7 +45,7 @@ void sum_squares(Frozen& frozen, Groups& groups, double* sum, Stream& stream) {
   auto* const slots = reinterpret_cast<double*>(of_slices.data());
   std::vector<kernels::SquaredNorm> norms(static_cast<std::size_t>(count));
   for (int p = 0; p < count; ++p) {
-    norms[static_cast<std::size_t>(p)] = {frozen.memory().slice_carry(p), slots + p};
+    norms[static_cast<std::size_t>(p)] = {frozen.memory().slice_result(p), slots + p};
   }
   // A call takes values of one dtype.
   const auto wide = std::stable_partition(norms.begin(), norms.end(), [](const auto& norm) {
@@ -54,13 +54,14 @@ void sum_squares(Frozen& frozen, Groups& groups, double* sum, Stream& stream) {
   kernels::squared_norms({norms.begin(), wide}, stream);
   kernels::squared_norms({wide, norms.end()}, stream);
   kernels::sum_in_order(slots, count, sum, stream);
-  if (groups.shard.size() == 1) return;
-  groups.shard.all_reduce(TensorView{sum, 1, Dtype::kF64, stream.device()}, stream);
+  const TensorView of_rank{sum, 1, Dtype::kF64, stream.device()};
+  if (groups.shard.size() > 1) groups.shard.all_reduce(of_rank, stream);
+  if (groups.parts > 1) groups.replicate.all_reduce(of_rank, stream);
 }
 
 void scale_result(Frozen& frozen, const double* factor, Stream& stream) {
   for (int b = 0; b < std::ssize(frozen.layout().buckets()); ++b) {
-    kernels::scale_by(frozen.memory().bucket_carry(b), factor, stream);
+    kernels::scale_by(frozen.memory().bucket_result(b), factor, stream);
   }
 }
 
@@ -166,13 +167,13 @@ void Results::require_no_local_sums(std::string_view call) const {
   }
 }
 
-TensorView Results::carry(int parameter) const {
-  return steps_.frozen()->memory().slice_carry(parameter);
+TensorView Results::own_slice(int parameter) const {
+  return steps_.frozen()->memory().slice_result(parameter);
 }
 
 TensorView Results::shard(int parameter) {
   require_result("shard");
-  return carry(parameter);
+  return own_slice(parameter);
 }
 
 std::vector<int> Results::unused_parameters(std::string_view call) {
@@ -185,8 +186,16 @@ std::vector<int> Results::unused_parameters(std::string_view call) {
   return unused;
 }
 
+UsageError Results::no_partial(std::string_view call) {
+  return UsageError({.where = "reducer: " + std::string(call),
+                     .expected = "a finished step, as results are sharded over the mesh",
+                     .got = "one with microbatches pending",
+                     .remedy = "end it with last=True or finish(), or use shard_over=\"shard\""});
+}
+
 void Results::require_partial() {
   steps_.require_idle("partial_shard");
+  if (groups_.parts > 1) throw no_partial("partial_shard");
   steps_.wait_reduced();
   if (!steps_.ledger().pending()) {
     throw UsageError({.where = "reducer: partial_shard",
@@ -199,7 +208,7 @@ void Results::require_partial() {
 
 void Results::partial_shard(int parameter, TensorView out) {
   require_partial();
-  const TensorView sum = carry(parameter);
+  const TensorView sum = own_slice(parameter);
   require_output(out, sum.dtype, sum.count, "partial_shard");
   run_now(Scope::kThisRank, [&](Stream& stream) {
     kernels::ScaleAndCast args;
@@ -214,7 +223,7 @@ void Results::partial_shard(int parameter, TensorView out) {
 
 std::vector<float> Results::partial_shard(int parameter) {
   require_partial();
-  std::vector<float> copy(static_cast<std::size_t>(carry(parameter).count));
+  std::vector<float> copy(static_cast<std::size_t>(own_slice(parameter).count));
   read({copy.data(), std::ssize(copy), Dtype::kF32, {}},
        [&](const TensorView& out) { partial_shard(parameter, out); });
   return copy;
@@ -270,10 +279,17 @@ void Results::require_output(const TensorView& out, Dtype dtype, std::int64_t co
 
 const BucketLayout& Results::layout() {
   if (const Frozen* const frozen = steps_.frozen()) return frozen->layout();
-  return parameters_.early_layout(groups_.shard.size());
+  return parameters_.early_layout(groups_.slice_count());
 }
 
-Slice Results::slice(int parameter) { return layout().slice(parameter, groups_.shard.rank()); }
+Slice Results::slice(int parameter) {
+  return layout().slice(parameter, groups_.owner().slice_rank());
+}
+
+Slice Results::shard_slice(int parameter) {
+  const RowCut shards = layout().slices(parameter).joined(groups_.parts);
+  return {shards.begin(groups_.shard.rank()), shards.length(groups_.shard.rank())};
+}
 
 void Results::gather_gradients(std::span<const NamedArray> arrays) {
   const std::vector<FullArray> full =
@@ -291,9 +307,9 @@ void Results::gather_gradients(std::span<const NamedArray> arrays) {
   run_now(Scope::kAllRanks, [&](Stream& stream) {
     const BucketLayout& layout = steps_.frozen()->layout();
     for (const FullArray& target : full) {
-      const Slice own = layout.slice(target.parameter, groups_.shard.rank());
+      const Slice own = layout.slice(target.parameter, groups_.owner().slice_rank());
       kernels::ScaleAndCast args;
-      const TensorView result = carry(target.parameter);
+      const TensorView result = own_slice(target.parameter);
       args.in = result.data;
       args.in_dtype = result.dtype;
       args.out = target.array.slice(own.offset, own.count).data;
@@ -301,7 +317,7 @@ void Results::gather_gradients(std::span<const NamedArray> arrays) {
       args.count = own.count;
       kernels::scale_and_cast(args, stream);
     }
-    all_gather_count_ += gather_slices(groups_.shard, layout, full, memory_, stream);
+    all_gather_count_ += gather_slices(groups_, layout, full, memory_, stream);
   });
 }
 
@@ -318,7 +334,7 @@ void Results::gather_parameters(std::span<const NamedArray> arrays) {
   }
   run_now(Scope::kAllRanks, [&](Stream& stream) {
     const BucketLayout& layout = steps_.frozen()->layout();
-    all_gather_count_ += gather_slices(groups_.shard, layout, full, memory_, stream);
+    all_gather_count_ += gather_slices(groups_, layout, full, memory_, stream);
   });
 }
 
@@ -472,15 +488,53 @@ Event Results::found_inf(TensorView out) {
   return run(groups_.on_host() ? Scope::kThisRank : Scope::kAllRanks, last_step(), indicate);
 }
 
-std::vector<SnapshotEntry> Results::snapshot_entries() const {
+// Of this shard rank's slices. They are the result's, but where each replica has its part: then
+// copies of all parts, in memory that it returns.
+std::vector<SnapshotEntry> Results::snapshot_entries(Buffer& copies) {
   std::vector<SnapshotEntry> entries;
   for (int p = 0; p < parameters_.size(); ++p) {
     const ParameterSpec& spec = parameters_.spec(p);
-    const Slice own = steps_.frozen()->layout().slice(p, groups_.shard.rank());
-    entries.push_back(
-        {spec.name, spec.shape, spec.dtype, parameters_.wire_dtype(p), own.offset, carry(p)});
+    entries.push_back({spec.name, spec.shape, spec.dtype, parameters_.wire_dtype(p),
+                       shard_slice(p).offset, own_slice(p)});
   }
+  if (groups_.parts > 1) copies = gather_replica_parts(entries);
   return entries;
+}
+
+Buffer Results::gather_replica_parts(std::vector<SnapshotEntry>& entries) {
+  const BucketLayout& layout = steps_.frozen()->layout();
+  std::vector<CutArray> slices;
+  std::vector<FullArray> all;
+  std::size_t size = 0;
+  for (int p = 0; p < parameters_.size(); ++p) {
+    const Dtype dtype = own_slice(p).dtype;
+    slices.push_back(replica_parts(groups_, layout, p, {nullptr, 0, dtype, groups_.device}));
+    slices.back().array.count = slices.back().cut.count();
+    all.push_back({p, {nullptr, parameters_.count(p), dtype, groups_.device}});
+    size += scratch_size(slices.back().array.size_in_bytes());
+  }
+  Buffer copies(groups_.device, size);
+  std::byte* place = copies.data();
+  for (CutArray& slice : slices) {
+    slice.array.data = place;
+    place += scratch_size(slice.array.size_in_bytes());
+  }
+  run_now(Scope::kAllRanks, [&](Stream& stream) {
+    const int part = groups_.replicate.rank();
+    for (const GatherUnit& unit : gather_units(layout, all, kGatherUnitBytes)) {
+      std::vector<CutArray> together;
+      for (const FullArray& one : unit) {
+        const CutArray& slice =
+            together.emplace_back(slices[static_cast<std::size_t>(one.parameter)]);
+        const TensorView own = own_slice(one.parameter);
+        copy_bytes(slice.array.slice(slice.cut.begin(part), own.count).data, own.data,
+                   own.size_in_bytes(), stream);
+      }
+      all_gather_count_ += gather_arrays(groups_.replicate, together, memory_, stream);
+    }
+  });
+  for (std::size_t p = 0; p < slices.size(); ++p) entries[p].data = slices[p].array;
+  return copies;
 }
 
 // Points the entries at a copy of their data in the host's memory, which it returns.
@@ -512,6 +566,7 @@ void Results::save_snapshot(const std::filesystem::path& path, std::int64_t step
   const StepLedger& ledger = steps_.ledger();
   steps_.require_idle("save_snapshot");
   if (ledger.pending()) {
+    if (groups_.parts > 1) throw no_partial("save_snapshot");
     steps_.wait_reduced();
     require_no_local_sums("save_snapshot");
   } else {
@@ -534,7 +589,8 @@ void Results::save_snapshot(const std::filesystem::path& path, std::int64_t step
   info.layout = name(options_.layout);
   info.engine = groups_.world.engine_name();
   info.partial = ledger.pending();
-  std::vector<SnapshotEntry> entries = snapshot_entries();
+  Buffer copies;
+  std::vector<SnapshotEntry> entries = snapshot_entries(copies);
   std::vector<SnapshotState> hop_state;
   if (!info.partial) {
     for (const HopState& one : options_.replica_hop->state()) {

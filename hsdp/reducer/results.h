@@ -15,6 +15,7 @@
 #include <string_view>
 #include <vector>
 
+#include "hsdp/device/buffer.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer.h"
 #include "hsdp/reducer/groups.h"
@@ -37,6 +38,7 @@ class Results {
   [[nodiscard]] std::vector<float> local_sum(int parameter);
   void local_sum(int parameter, TensorView out);
   [[nodiscard]] Slice slice(int parameter);
+  [[nodiscard]] Slice shard_slice(int parameter);
   [[nodiscard]] const BucketLayout& layout();
   void gather_gradients(std::span<const NamedArray> arrays);
   void gather_parameters(std::span<const NamedArray> arrays);
@@ -81,8 +83,10 @@ class Results {
   // UsageError unless a result of `count` elements may be written to `out`.
   void require_output(const TensorView& out, Dtype dtype, std::int64_t count,
                       std::string_view call) const;
-  [[nodiscard]] TensorView carry(int parameter) const;
-  [[nodiscard]] std::vector<SnapshotEntry> snapshot_entries() const;
+  [[nodiscard]] TensorView own_slice(int parameter) const;
+  [[nodiscard]] static UsageError no_partial(std::string_view call);
+  [[nodiscard]] std::vector<SnapshotEntry> snapshot_entries(Buffer& copies);
+  [[nodiscard]] Buffer gather_replica_parts(std::vector<SnapshotEntry>& entries);
   [[nodiscard]] std::vector<std::byte> copy_to_host(std::vector<SnapshotEntry>& entries,
                                                     std::vector<SnapshotState>& hop_state);
 

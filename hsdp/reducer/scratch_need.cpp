@@ -16,13 +16,13 @@ constexpr std::size_t kWords = 64;
 }  // namespace
 
 std::size_t scratch_need(const ParameterTable& parameters, const BucketLayout& layout,
-                         int shard_rank, Device device) {
+                         int slice_rank, Device device) {
   const int count = layout.parameter_count();
   std::vector<kernels::SquaredNorm> norms;
   std::vector<FullArray> all;
   for (int p = 0; p < count; ++p) {
     const Dtype dtype = sum_dtype(parameters.wire_dtype(p));
-    norms.push_back({{nullptr, layout.slice(p, shard_rank).count, dtype, device}});
+    norms.push_back({{nullptr, layout.slice(p, slice_rank).count, dtype, device}});
     all.push_back({p, {nullptr, parameters.count(p), dtype, device}});
   }
   const std::size_t norm = kernels::squared_norms_scratch(norms);

@@ -10,6 +10,6 @@ namespace hsdp::reducer {
 
 // In bytes, of one rank: one task at a time, on one device.
 [[nodiscard]] std::size_t scratch_need(const ParameterTable& parameters, const BucketLayout& layout,
-                                       int shard_rank, Device device);
+                                       int slice_rank, Device device);
 
 }  // namespace hsdp::reducer

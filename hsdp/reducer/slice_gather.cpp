@@ -33,11 +33,10 @@ std::int64_t bytes_of(std::span<const CutArray> arrays) {
   return bytes;
 }
 
-void gather_direct(Communicator& shard_group, const CutArray& one, CallLabel label,
-                   Stream& stream) {
-  const int rank = shard_group.rank();
-  shard_group.all_gather(one.array.slice(one.cut.begin(rank), one.cut.length(rank)), one.array,
-                         stream, one.cut, label);
+void gather_direct(Communicator& group, const CutArray& one, CallLabel label, Stream& stream) {
+  const int rank = group.rank();
+  group.all_gather(one.array.slice(one.cut.begin(rank), one.cut.length(rank)), one.array, stream,
+                   one.cut, label);
 }
 
 // Of a unit of so many bytes: what a cache holds, or what links want.
@@ -87,11 +86,11 @@ void each_part(std::span<const TensorView> row, std::int64_t begin, std::int64_t
   }
 }
 
-std::int64_t gather_messages(Communicator& shard_group, std::span<const CutArray> arrays,
+std::int64_t gather_messages(Communicator& group, std::span<const CutArray> arrays,
                              const MemoryCount& memory, CallLabel label, Stream& stream) {
   std::vector<std::vector<TensorView>> rows;
   std::vector<std::int64_t> lengths;
-  for (int r = 0; r < shard_group.size(); ++r) {
+  for (int r = 0; r < group.size(); ++r) {
     rows.push_back(row_of(arrays, r));
     std::int64_t& bytes = lengths.emplace_back(0);
     for (const TensorView& slice : rows.back()) bytes += bytes_of(slice);
@@ -99,7 +98,7 @@ std::int64_t gather_messages(Communicator& shard_group, std::span<const CutArray
   const std::int64_t size = message_size(bytes_of(arrays), stream.device().type);
   const Scratch message(static_cast<std::size_t>(size), stream);
   const MemoryCount::Held held = memory.hold(MemoryKind::kParameterGather, size);
-  const auto own = static_cast<std::size_t>(shard_group.rank());
+  const auto own = static_cast<std::size_t>(group.rank());
   const std::int64_t longest = std::ranges::max(lengths);
   std::int64_t count = 0;
   for (std::int64_t begin = 0; begin < longest; ++count) {
@@ -109,15 +108,15 @@ std::int64_t gather_messages(Communicator& shard_group, std::span<const CutArray
       offsets.push_back(offsets.back() + std::clamp<std::int64_t>(length - begin, 0, end - begin));
     }
     const RowCut cut(std::move(offsets));
-    each_part(
-        rows[own], begin, end, [&](const std::byte* part, std::int64_t at, std::size_t bytes) {
-          copy_bytes(message.data() + cut.begin(shard_group.rank()) + at, part, bytes, stream);
-        });
+    each_part(rows[own], begin, end,
+              [&](const std::byte* part, std::int64_t at, std::size_t bytes) {
+                copy_bytes(message.data() + cut.begin(group.rank()) + at, part, bytes, stream);
+              });
     const TensorView out{message.data(), cut.count(), Dtype::kU8, stream.device()};
-    shard_group.all_gather(out.slice(cut.begin(shard_group.rank()), cut.length(shard_group.rank())),
-                           out, stream, cut, label);
-    for (int r = 0; r < shard_group.size(); ++r) {
-      if (r == shard_group.rank()) continue;
+    group.all_gather(out.slice(cut.begin(group.rank()), cut.length(group.rank())), out, stream, cut,
+                     label);
+    for (int r = 0; r < group.size(); ++r) {
+      if (r == group.rank()) continue;
       each_part(rows[static_cast<std::size_t>(r)], begin, end,
                 [&](std::byte* part, std::int64_t at, std::size_t bytes) {
                   copy_bytes(part, message.data() + cut.begin(r) + at, bytes, stream);
@@ -130,17 +129,24 @@ std::int64_t gather_messages(Communicator& shard_group, std::span<const CutArray
 
 }  // namespace
 
-std::int64_t gather_arrays(Communicator& shard_group, std::span<const CutArray> arrays,
+std::int64_t gather_arrays(Communicator& group, std::span<const CutArray> arrays,
                            const MemoryCount& memory, Stream& stream, CallLabel label) {
-  if (shard_group.size() == 1 || bytes_of(arrays) == 0) return 0;
-  if (arrays.size() > 1) return gather_messages(shard_group, arrays, memory, label, stream);
-  gather_direct(shard_group, arrays.front(), label, stream);
+  if (group.size() == 1 || bytes_of(arrays) == 0) return 0;
+  if (arrays.size() > 1) return gather_messages(group, arrays, memory, label, stream);
+  gather_direct(group, arrays.front(), label, stream);
   return 1;
+}
+
+CutArray replica_parts(const Groups& groups, const BucketLayout& layout, int parameter,
+                       TensorView shard_slice) {
+  const int first = groups.shard.rank() * groups.parts;
+  return {shard_slice, layout.slices(parameter).rows(first, groups.parts)};
 }
 
 std::vector<FullArray> full_arrays(std::span<const ParameterSpec> parameters,
                                    std::span<const NamedArray> arrays, Device device,
-                                   std::string_view where) {
+                                   std::string_view where,
+                                   const std::function<std::int64_t(int)>& count_of) {
   std::unordered_map<std::string_view, int> registered;
   for (const ParameterSpec& spec : parameters) {
     registered.emplace(spec.name, static_cast<int>(registered.size()));
@@ -162,7 +168,8 @@ std::vector<FullArray> full_arrays(std::span<const ParameterSpec> parameters,
     }
     const auto p = static_cast<std::size_t>(found->second);
     if (std::exchange(seen[p], 1) != 0) refuse("every parameter once", "it twice");
-    const std::int64_t count = element_count(parameters[p].shape);
+    const std::int64_t count =
+        count_of ? count_of(found->second) : element_count(parameters[p].shape);
     const TensorView& array = named.array;
     if (array.data == nullptr && array.count > 0) refuse("memory", "a null pointer");
     if (array.count != count) {
@@ -207,16 +214,24 @@ std::vector<GatherUnit> gather_units(const BucketLayout& layout, std::span<const
   return units;
 }
 
-std::int64_t gather_unit(Communicator& shard_group, const BucketLayout& layout,
+std::int64_t gather_unit(Groups& groups, const BucketLayout& layout,
                          std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream,
                          CallLabel label) {
-  if (shard_group.size() == 1) return 0;
+  if (layout.shard_size() == 1) return 0;
+  std::vector<CutArray> shards;  // this shard rank's
   std::vector<CutArray> arrays;
-  arrays.reserve(unit.size());
   for (const FullArray& full : unit) {
-    arrays.push_back({full.array, layout.slices(full.parameter)});
+    arrays.push_back({full.array, layout.slices(full.parameter).joined(groups.parts)});
+    if (groups.parts == 1) continue;
+    const RowCut& of_shards = arrays.back().cut;
+    const int rank = groups.shard.rank();
+    shards.push_back(
+        replica_parts(groups, layout, full.parameter,
+                      full.array.slice(of_shards.begin(rank), of_shards.length(rank))));
   }
-  return gather_arrays(shard_group, arrays, memory, stream, label);
+  std::int64_t count = 0;
+  if (groups.parts > 1) count += gather_arrays(groups.replicate, shards, memory, stream, label);
+  return count + gather_arrays(groups.shard, arrays, memory, stream, label);
 }
 
 std::size_t gather_scratch(const BucketLayout& layout, std::span<const GatherUnit> units) {
@@ -229,13 +244,12 @@ std::size_t gather_scratch(const BucketLayout& layout, std::span<const GatherUni
   return static_cast<std::size_t>(most);
 }
 
-std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout,
+std::int64_t gather_slices(Groups& groups, const BucketLayout& layout,
                            std::span<const FullArray> arrays, const MemoryCount& memory,
                            Stream& stream) {
-  if (shard_group.size() == 1) return 0;
   std::int64_t count = 0;
   for (const GatherUnit& unit : gather_units(layout, arrays, kGatherUnitBytes)) {
-    count += gather_unit(shard_group, layout, unit, memory, stream);
+    count += gather_unit(groups, layout, unit, memory, stream);
   }
   return count;
 }

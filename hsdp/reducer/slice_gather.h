@@ -1,4 +1,5 @@
-// Fills full arrays from the slices that the ranks of a shard group own, in place.
+// Fills full arrays from the slices that ranks own, in place: over the shard group, and where each
+// replica has its part of those, over the replicas first.
 //
 // Arrays are gathered in units: a large array by itself, straight into its memory; others together,
 // in messages of at most 4 MiB, which a cache holds, on a GPU 32 MiB.
@@ -6,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -14,6 +16,7 @@
 #include "hsdp/comm/communicator.h"
 #include "hsdp/memory_count.h"
 #include "hsdp/reducer.h"
+#include "hsdp/reducer/groups.h"
 #include "hsdp/row_cut.h"
 
 namespace hsdp::reducer {
@@ -29,7 +32,7 @@ constexpr std::int64_t kDirectGatherBytes = std::int64_t{1} << 20;  // from here
 // Fills one array straight into its memory, several in messages that take a part of each row.
 // Collective; the same arrays on every rank. Call it inside a task of `stream`. `memory` counts the
 // messages. Returns the number of all-gathers: none in a group of one, or of no elements.
-std::int64_t gather_arrays(Communicator& shard_group, std::span<const CutArray> arrays,
+std::int64_t gather_arrays(Communicator& group, std::span<const CutArray> arrays,
                            const MemoryCount& memory, Stream& stream, CallLabel label = {});
 
 struct FullArray {
@@ -38,11 +41,16 @@ struct FullArray {
 };
 
 // Checks the arrays against the parameters: in their order. UsageError that begins with `where`.
-[[nodiscard]] std::vector<FullArray> full_arrays(std::span<const ParameterSpec> parameters,
-                                                 std::span<const NamedArray> arrays, Device device,
-                                                 std::string_view where);
+// `count_of` a parameter's number: the elements of its array, where that is not all of them.
+[[nodiscard]] std::vector<FullArray> full_arrays(
+    std::span<const ParameterSpec> parameters, std::span<const NamedArray> arrays, Device device,
+    std::string_view where, const std::function<std::int64_t(int)>& count_of = {});
 
 constexpr std::int64_t kGatherUnitBytes = std::int64_t{4} << 20;  // small arrays in one message
+
+// Of an array, this shard rank's slice and how the replicas have it in parts.
+[[nodiscard]] CutArray replica_parts(const Groups& groups, const BucketLayout& layout,
+                                     int parameter, TensorView shard_slice);
 
 // What is filled together.
 using GatherUnit = std::vector<FullArray>;
@@ -57,8 +65,8 @@ using GatherUnit = std::vector<FullArray>;
                                                    std::span<const FullArray> arrays,
                                                    std::int64_t unit_bytes);
 
-// As gather_arrays().
-std::int64_t gather_unit(Communicator& shard_group, const BucketLayout& layout,
+// As gather_arrays(), on both groups.
+std::int64_t gather_unit(Groups& groups, const BucketLayout& layout,
                          std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream,
                          CallLabel label = {});
 
@@ -67,7 +75,7 @@ std::int64_t gather_unit(Communicator& shard_group, const BucketLayout& layout,
                                          std::span<const GatherUnit> units);
 
 // All units of these arrays, of kGatherUnitBytes. Returns the number of all-gathers it took.
-[[nodiscard]] std::int64_t gather_slices(Communicator& shard_group, const BucketLayout& layout,
+[[nodiscard]] std::int64_t gather_slices(Groups& groups, const BucketLayout& layout,
                                          std::span<const FullArray> arrays,
                                          const MemoryCount& memory, Stream& stream);
 

@@ -106,11 +106,15 @@ TEST_P(Bitwise, EveryScheduleOnEveryWire) {
                                                            Dtype::kF16};
   constexpr std::array kLayouts{Layout::kFlat, Layout::kDim0, Layout::kWhole};
   for (std::size_t i = 0; i < replica_dtypes.size(); ++i) {
-    const ReducerOptions options{.replica_dtype = replica_dtypes[i],
-                                 .layout = kLayouts[i % kLayouts.size()],
-                                 .bucket_bytes = i < 2 ? 1 << 10 : 1 << 20};
-    check_steps(shape, options, steps);
-    if (HasFatalFailure()) return;
+    for (const ShardOver shard_over : {ShardOver::kShard, ShardOver::kMesh}) {
+      if (shard_over == ShardOver::kMesh && shape.replicate == 1) continue;
+      const ReducerOptions options{.replica_dtype = replica_dtypes[i],
+                                   .layout = kLayouts[i % kLayouts.size()],
+                                   .bucket_bytes = i < 2 ? 1 << 10 : 1 << 20,
+                                   .shard_over = shard_over};
+      check_steps(shape, options, steps);
+      if (HasFatalFailure()) return;
+    }
   }
 }
 

@@ -19,10 +19,11 @@ using testing::HasSubstr;
 struct GatherCase {
   MeshShape shape;
   Layout layout;
+  ShardOver shard_over = ShardOver::kShard;
 };
 
 void PrintTo(const GatherCase& row, std::ostream* out) {
-  *out << to_string(row.shape) << " " << name(row.layout);
+  *out << to_string(row.shape) << "_" << name(row.layout) << "_" << word_of(row.shard_over);
 }
 
 class Gather : public testing::TestWithParam<GatherCase> {
@@ -32,7 +33,9 @@ class Gather : public testing::TestWithParam<GatherCase> {
                        {Sync::kShard, Sync::kAll}, 13);
   }
   [[nodiscard]] static ReducerOptions options() {
-    return {.layout = GetParam().layout, .bucket_bytes = 4 << 10};
+    return {.layout = GetParam().layout,
+            .bucket_bytes = 4 << 10,
+            .shard_over = GetParam().shard_over};
   }
 };
 
@@ -134,10 +137,13 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(GatherCase{{2, 2}, Layout::kFlat}, GatherCase{{2, 2}, Layout::kDim0},
                     GatherCase{{1, 3}, Layout::kFlat}, GatherCase{{1, 7}, Layout::kDim0},
                     GatherCase{{3, 1}, Layout::kFlat}, GatherCase{{1, 1}, Layout::kDim0},
-                    GatherCase{{2, 2}, Layout::kWhole}, GatherCase{{1, 5}, Layout::kWhole}),
-    [](const auto& row) {
-      return to_string(row.param.shape) + "_" + std::string(name(row.param.layout));
-    });
+                    GatherCase{{2, 2}, Layout::kWhole}, GatherCase{{1, 5}, Layout::kWhole},
+                    GatherCase{{2, 2}, Layout::kFlat, ShardOver::kMesh},
+                    GatherCase{{3, 2}, Layout::kDim0, ShardOver::kMesh},
+                    GatherCase{{2, 3}, Layout::kWhole, ShardOver::kMesh},
+                    GatherCase{{3, 1}, Layout::kFlat, ShardOver::kMesh},
+                    GatherCase{{1, 2}, Layout::kFlat, ShardOver::kMesh}),
+    testing::PrintToStringParamName());
 
 // More than a message holds, of rows that end one after the other.
 TEST(GatherParameters, LongUnitsTakeSeveralMessages) {

@@ -23,10 +23,10 @@ void expect_carry(Communicator& world, Layout kind, int shard_size) {
   }
   const BucketLayout layout = table.make_layout(shard_size);
   for (int rank = 0; rank < shard_size; ++rank) {
-    reducer::GradientMemory memory(table, layout, rank, {}, AccumulateOn::kDevice, {});
+    reducer::GradientMemory memory(table, layout, {rank}, {}, AccumulateOn::kDevice, {});
     memory.allocate_carry(world);
     for (int p = 0; p < layout.parameter_count(); ++p) {
-      EXPECT_EQ(memory.slice_carry(p).count, layout.slice(p, rank).count);
+      EXPECT_EQ(memory.slice_result(p).count, layout.slice(p, rank).count);
     }
     const auto floats = [](const TensorView& view) { return static_cast<float*>(view.data); };
     std::vector<const float*> used;
@@ -37,7 +37,7 @@ void expect_carry(Communicator& world, Layout kind, int shard_size) {
         EXPECT_EQ(reinterpret_cast<std::uintptr_t>(row.data) % 64, 0U);
       }
       for (const ParameterRange& range : layout.ranges(b, rank)) {
-        const TensorView slice = memory.slice_carry(range.parameter);
+        const TensorView slice = memory.slice_result(range.parameter);
         const float* const element = floats(row) + range.offset;
         EXPECT_EQ(element,
                   floats(slice) + range.flat_offset - layout.slice(range.parameter, rank).offset);
@@ -77,14 +77,14 @@ TEST(Carry, NeverPartsAComplexNumber) {
       for (const ParameterSpec& spec : specs) table.add(spec);
       const BucketLayout layout = table.make_layout(shard_size);
       for (int rank = 0; rank < shard_size; ++rank) {
-        reducer::GradientMemory memory(table, layout, rank, {}, AccumulateOn::kDevice, {});
+        reducer::GradientMemory memory(table, layout, {rank}, {}, AccumulateOn::kDevice, {});
         memory.allocate_carry(world);
         for (int p = 0; p < layout.parameter_count(); ++p) {
           if (!specs[static_cast<std::size_t>(p)].is_complex) continue;
           const Slice slice = layout.slice(p, rank);
           EXPECT_EQ(slice.offset % 2, 0) << "parameter " << p << ", rank " << rank;
           EXPECT_EQ(slice.count % 2, 0) << "parameter " << p << ", rank " << rank;
-          const TensorView carry = memory.slice_carry(p);
+          const TensorView carry = memory.slice_result(p);
           const auto number_bytes = 2 * size_bytes(carry.dtype);
           EXPECT_EQ(reinterpret_cast<std::uintptr_t>(carry.data) % number_bytes, 0U);
         }

@@ -67,7 +67,7 @@ void expect_small_metadata(Communicator& world, Layout kind, Dtype wire) {
   EXPECT_LT(live_bytes - before, kMostBytes);
 
   before = live_bytes;
-  reducer::GradientMemory memory(table, layout, kRanks - 1, {}, AccumulateOn::kDevice, {});
+  reducer::GradientMemory memory(table, layout, {kRanks - 1}, {}, AccumulateOn::kDevice, {});
   EXPECT_LT(live_bytes - before, kMostBytes);
 
   reducer::Outcome outcome(world);
@@ -86,7 +86,8 @@ void expect_small_metadata(Communicator& world, Layout kind, Dtype wire) {
                                       .pipeline = pipeline,
                                       .outcome = outcome,
                                       .world = world,
-                                      .device = {}});
+                                      .device = {},
+                                      .has_shard_hop = true});
   EXPECT_LT(live_bytes - before, kMostBytes);
 }
 

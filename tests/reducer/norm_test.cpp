@@ -27,10 +27,21 @@ double norm_of(const StepCase& step, const ReducerOptions& options, MeshShape sh
   return std::sqrt(sum);
 }
 
-class Norm : public testing::TestWithParam<MeshShape> {
+struct NormCase {
+  MeshShape shape;
+  ShardOver shard_over = ShardOver::kShard;
+};
+
+void PrintTo(const NormCase& row, std::ostream* out) {
+  *out << to_string(row.shape) << "_" << word_of(row.shard_over);
+}
+
+class Norm : public testing::TestWithParam<NormCase> {
  protected:
+  [[nodiscard]] static MeshShape shape() { return GetParam().shape; }
+  [[nodiscard]] static ReducerOptions options() { return {.shard_over = GetParam().shard_over}; }
   [[nodiscard]] static StepCase step(std::uint64_t seed) {
-    return random_step(odd_parameters(Dtype::kBf16), GetParam().size(), {Sync::kShard, Sync::kAll},
+    return random_step(odd_parameters(Dtype::kBf16), shape().size(), {Sync::kShard, Sync::kAll},
                        seed);
   }
 };
@@ -38,10 +49,12 @@ class Norm : public testing::TestWithParam<MeshShape> {
 TEST_P(Norm, IsThatOfTheWholeMeanAndEqualOnAllRanks) {
   const StepCase step = this->step(1);
   for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
-    const ReducerOptions options{.layout = layout, .bucket_bytes = 4 << 10};
-    const double want = norm_of(step, options, GetParam());
-    std::vector<double> norms(static_cast<std::size_t>(GetParam().size()));
-    run_reducers(GetParam(), step, options, [&](Reducer& reducer, const Mesh& mesh) {
+    ReducerOptions options = this->options();
+    options.layout = layout;
+    options.bucket_bytes = 4 << 10;
+    const double want = norm_of(step, options, shape());
+    std::vector<double> norms(static_cast<std::size_t>(shape().size()));
+    run_reducers(shape(), step, options, [&](Reducer& reducer, const Mesh& mesh) {
       run_step(reducer, step, mesh.rank());
       norms[static_cast<std::size_t>(mesh.rank())] = reducer.grad_norm();
     });
@@ -52,10 +65,10 @@ TEST_P(Norm, IsThatOfTheWholeMeanAndEqualOnAllRanks) {
 
 TEST_P(Norm, ClippingScalesTheShardsWhenAbove) {
   const StepCase step = this->step(2);
-  const std::vector<Values> means = reference_results(step, {}, GetParam());
-  const double want = norm_of(step, {}, GetParam());
+  const std::vector<Values> means = reference_results(step, options(), shape());
+  const double want = norm_of(step, options(), shape());
   const double max_norm = want / 3.0;
-  run_reducers(GetParam(), step, {}, [&](Reducer& reducer, const Mesh& mesh) {
+  run_reducers(shape(), step, options(), [&](Reducer& reducer, const Mesh& mesh) {
     run_step(reducer, step, mesh.rank());
     EXPECT_NEAR(reducer.clip_grad_norm(max_norm), want, want * 1e-12);
     EXPECT_NEAR(reducer.grad_norm(), max_norm, max_norm * 1e-5);
@@ -75,7 +88,7 @@ TEST_P(Norm, ClippingScalesTheShardsWhenAbove) {
 
 TEST_P(Norm, ClippingBelowChangesNoBit) {
   const StepCase step = this->step(3);
-  expect_result(GetParam(), step, {}, [&](Reducer& reducer, const Mesh& mesh) {
+  expect_result(shape(), step, options(), [&](Reducer& reducer, const Mesh& mesh) {
     run_step(reducer, step, mesh.rank());
     static_cast<void>(reducer.clip_grad_norm(1e9));
   });
@@ -84,10 +97,10 @@ TEST_P(Norm, ClippingBelowChangesNoBit) {
 TEST_P(Norm, OfSeveralReducersIsOneNorm) {
   const StepCase first = step(4);
   const StepCase second = step(5);
-  const double want = std::hypot(norm_of(first, {}, GetParam()), norm_of(second, {}, GetParam()));
-  run_mesh(GetParam(), [&](const Mesh& mesh) {
-    Reducer a(mesh);
-    Reducer b(mesh);
+  const double want = std::hypot(norm_of(first, options(), shape()), norm_of(second, options(), shape()));
+  run_mesh(shape(), [&](const Mesh& mesh) {
+    Reducer a(mesh, options());
+    Reducer b(mesh, options());
     register_all(a, first);
     register_all(b, second);
     run_step(a, first, mesh.rank());
@@ -105,9 +118,10 @@ TEST_P(Norm, OfSeveralReducersIsOneNorm) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, Norm,
-                         testing::Values(MeshShape{1, 1}, MeshShape{2, 2}, MeshShape{1, 3},
-                                         MeshShape{3, 1}),
-                         [](const auto& row) { return to_string(row.param); });
+                         testing::Values(NormCase{{1, 1}}, NormCase{{2, 2}}, NormCase{{1, 3}},
+                                         NormCase{{3, 1}}, NormCase{{2, 2}, ShardOver::kMesh},
+                                         NormCase{{3, 1}, ShardOver::kMesh}),
+                         testing::PrintToStringParamName());
 
 TEST(NormMisuse, WithoutAResultOrWithABadLimitIsAnError) {
   const StepCase step = random_step(odd_parameters(Dtype::kF32), 2, {Sync::kAll}, 1);

@@ -59,6 +59,7 @@ ReducerOptions random_options(Random& random) {
   options.missing = one_of(random, std::array{Missing::kError, Missing::kZero});
   options.accumulate_dtype =
       one_of(random, std::array{AccumulateDtype::kF32, AccumulateDtype::kParam});
+  options.shard_over = one_of(random, std::array{ShardOver::kShard, ShardOver::kMesh});
   return options;
 }
 
@@ -210,7 +211,8 @@ std::string described(const RandomJob& job, std::size_t index) {
        << ", replica_dtype " << wire(options.replica_dtype) << ", accumulate_dtype "
        << (options.accumulate_dtype == AccumulateDtype::kF32 ? "f32" : "param") << ", missing "
        << (options.missing == Missing::kZero ? "zero" : "error") << ", layout "
-       << name(options.layout) << ", bucket_bytes " << *options.bucket_bytes;
+       << name(options.layout) << ", bucket_bytes " << *options.bucket_bytes << ", shard_over "
+       << (options.shard_over == ShardOver::kMesh ? "mesh" : "shard");
   return text.str();
 }
 
@@ -229,8 +231,9 @@ void expect_no_differing_bit(std::span<const RankResult> ranks, const RandomJob&
             << ", gradient " << name(spec.dtype) << ", on the wires "
             << name(reference.reduce_dtype) << " and " << name(reference.replica_dtype)
             << ", replica " << replica;
-      expect_same_bits(joined(ranks, job.shape.shard, replica, p, element_count(spec.shape)), want,
-                       label.str());
+      expect_same_bits(joined(ranks, job.shape.shard, replica, p, element_count(spec.shape),
+                              job.options.shard_over),
+                       want, label.str());
     }
   }
 }

@@ -51,9 +51,15 @@ class ReducerSnapshot : public testing::Test {
 
 TEST_F(ReducerSnapshot, HoldsTheResultAndWhatMadeIt) {
   const MeshShape shape{.replicate = 2, .shard = 3};
-  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
-    const ReducerOptions options{
-        .replica_dtype = Dtype::kF16, .layout = layout, .bucket_bytes = 4 << 10};
+  using Case = std::pair<Layout, ShardOver>;
+  for (const auto& [layout, shard_over] :
+       {Case{Layout::kFlat, ShardOver::kShard}, Case{Layout::kDim0, ShardOver::kShard},
+        Case{Layout::kWhole, ShardOver::kShard}, Case{Layout::kFlat, ShardOver::kMesh},
+        Case{Layout::kDim0, ShardOver::kMesh}, Case{Layout::kWhole, ShardOver::kMesh}}) {
+    const ReducerOptions options{.replica_dtype = Dtype::kF16,
+                                 .layout = layout,
+                                 .bucket_bytes = 4 << 10,
+                                 .shard_over = shard_over};
     StepCase step = random_step(odd_parameters(Dtype::kBf16), shape.size(),
                                 {Sync::kShard, Sync::kNone, Sync::kAll}, 1);
     step.divide_factor = 12.5;

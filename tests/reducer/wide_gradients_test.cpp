@@ -20,6 +20,8 @@ TEST_P(WideGradients, StayF64WhateverTheWires) {
       {.bucket_bytes = 1 << 10},
       {.layout = Layout::kDim0, .bucket_bytes = 1 << 10},
       {.layout = Layout::kWhole, .bucket_bytes = 1 << 10},
+      {.bucket_bytes = 1 << 10, .shard_over = ShardOver::kMesh},
+      {.layout = Layout::kDim0, .bucket_bytes = 1 << 10, .shard_over = ShardOver::kMesh},
       {.reduce_dtype = Dtype::kF32, .replica_dtype = Dtype::kF32},
       {.replica_hop = std::make_shared<PlainHop>(Dtype::kF32)}};
   for (const ReducerOptions& one : options) {

@@ -73,10 +73,13 @@ TEST_P(OnGpu, ResultsEqualThoseOfTheHost) {
 
 TEST_P(OnGpu, GradientsOfF64StayF64) {
   for (const Layout layout : {Layout::kFlat, Layout::kWhole}) {
-    run_gpu_mesh(GetParam(), [&](const Mesh& mesh) {
-      expect_wide_step(mesh, {.layout = layout, .bucket_bytes = kSmallBuckets},
-                       {Sync::kShard, std::nullopt, Sync::kNone, Sync::kAll});
-    });
+    for (const ShardOver shard_over : {ShardOver::kShard, ShardOver::kMesh}) {
+      run_gpu_mesh(GetParam(), [&](const Mesh& mesh) {
+        expect_wide_step(
+            mesh, {.layout = layout, .bucket_bytes = kSmallBuckets, .shard_over = shard_over},
+            {Sync::kShard, std::nullopt, Sync::kNone, Sync::kAll});
+      });
+    }
   }
 }
 

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 
+#include "hsdp/reducer_options.h"
 #include "hsdp/replica_hop.h"
 #include "tests/support/thread_ranks.h"
 
@@ -12,10 +13,11 @@ namespace hsdp::test {
 // A new one, with the same options every time.
 using MakeHop = std::function<std::shared_ptr<ReplicaHop>()>;
 
-// Runs steps through Reducers with that hop and checks: all replicas have the same bits; these
-// depend on neither the bucket size nor the run; steps that overflow, are dropped, or are cut by
-// the end of their world leave no trace; a saved state goes on with the same bits; a second owner
-// is refused.
-void check_hop_contract(const MakeHop& make_hop, MeshShape shape);
+// Runs steps through Reducers with that hop, whose results are sharded over these ranks, and
+// checks: all replicas have the same bits; these depend on neither the bucket size nor the run;
+// steps that overflow, are dropped, or are cut by the end of their world leave no trace; a saved
+// state goes on with the same bits; a second owner is refused.
+void check_hop_contract(const MakeHop& make_hop, MeshShape shape,
+                        ShardOver shard_over = ShardOver::kShard);
 
 }  // namespace hsdp::test

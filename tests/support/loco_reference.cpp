@@ -174,7 +174,9 @@ std::vector<Floats> LocoReference::reduce(const std::vector<std::vector<Floats>>
         total[i] = r == 0 ? half.sent[i] : total[i] + half.sent[i];
       }
     }
-    if (gather == Code::kBf16) {
+    if (!gathers_) {
+      // the sum as it is
+    } else if (gather == Code::kBf16) {
       for (float& value : total) value = rounded_to_bf16(value);
     } else {
       Half half = quantized(total, next_.back()[p], parameters_[p], gather, 1);
@@ -200,6 +202,12 @@ void LocoReference::scale_errors(float factor) {
   }
 }
 
+void LocoReference::set_gathers(bool gathers) {
+  gathers_ = gathers;
+  if (gathers_) return;
+  for (Errors& errors : errors_.back()) std::ranges::fill(errors.codes, 0.0F);
+}
+
 void LocoReference::load(const LocoReference& from) {
   steps_ = from.steps_;
   const double owed = (1.0 - options_.err_beta) / (1.0 - from.options_.err_beta);
@@ -207,8 +215,6 @@ void LocoReference::load(const LocoReference& from) {
       options_.err_beta == from.options_.err_beta ? 1.0F : static_cast<float>(owed);
   const bool had_values = from.options_.error_dtype == Dtype::kF32;
   const bool has_values = options_.error_dtype == Dtype::kF32;
-  const bool same_groups =
-      !had_values && !has_values && options_.group_size == from.options_.group_size;
   const int before = from.replicas_;
   for (int j = 0; j <= replicas_; ++j) {
     for (std::size_t p = 0; p < parameters_.size(); ++p) {
@@ -220,10 +226,6 @@ void LocoReference::load(const LocoReference& from) {
       };
       const bool is_gathered = j == replicas_;
       const bool keeps = is_gathered || before == replicas_;
-      if (keeps && same_groups) {
-        to = old_errors(is_gathered ? before : j);
-        continue;
-      }
       Floats values;
       for (int r = 0; r <= before; ++r) {
         if (keeps && r != (is_gathered ? before : j)) continue;
@@ -247,7 +249,15 @@ void LocoReference::load(const LocoReference& from) {
         to = {values, Floats(values.size(), 1.0F)};
         continue;
       }
+      const Errors same = old_errors(is_gathered ? before : std::min(j, before - 1));
+      const auto old_groups = groups_of(from.parameters_[p], from.options_.group_size);
       for (const auto& [begin, end] : groups_of(parameters_[p], options_.group_size)) {
+        if (keeps && !had_values && std::ranges::count(old_groups, std::pair{begin, end}) > 0) {
+          std::copy(same.codes.begin() + begin, same.codes.begin() + end, to.codes.begin() + begin);
+          std::copy(same.scales.begin() + begin, same.scales.begin() + end,
+                    to.scales.begin() + begin);
+          continue;
+        }
         const Coded group = coded({values.begin() + begin, values.begin() + end}, 127, false);
         for (auto i = static_cast<std::size_t>(begin); i < static_cast<std::size_t>(end); ++i) {
           to.codes[i] = static_cast<float>(group.codes[i - static_cast<std::size_t>(begin)]);

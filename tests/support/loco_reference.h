@@ -26,7 +26,10 @@ class LocoReference {
   std::vector<Floats> reduce(const std::vector<std::vector<Floats>>& sums, float divisor);
   void end_step(bool clean);
   void scale_errors(float factor);
-  // Goes on from errors of the same parameters, whatever the options and the replicas.
+  // Between steps. Without the gathered half the means are the sums of what was sent, and nothing
+  // is owed for it.
+  void set_gathers(bool gathers);
+  // Goes on from errors of the same parameters, whatever the options, the replicas and the cuts.
   void load(const LocoReference& from);
 
   [[nodiscard]] std::int64_t steps() const { return steps_; }
@@ -48,6 +51,7 @@ class LocoReference {
 
   quant::LocoOptions options_;
   int replicas_;
+  bool gathers_ = true;
   std::vector<Parameter> parameters_;
   // [replica, and last the gathered half's][parameter]
   std::vector<std::vector<Errors>> errors_;

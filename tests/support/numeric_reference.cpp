@@ -116,7 +116,9 @@ class Simulation {
       rows.push_back(step_.replicate > 1 ? on_wire(sum, step_.replica_dtype, k) : sum);
     }
     Values total = sum_rows(rows);
-    if (step_.replicate > 1) {
+    if (step_.replicate > 1 && step_.shard_over == ShardOver::kMesh) {
+      total = times_power_of_two(std::move(total), k);
+    } else if (step_.replicate > 1) {
       total =
           times_power_of_two(on_wire(std::move(total), step_.replica_dtype, total_k - k), total_k);
     }

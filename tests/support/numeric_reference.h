@@ -26,6 +26,7 @@ struct ReferenceStep {
   Dtype reduce_dtype = Dtype::kF32;
   Dtype replica_dtype = Dtype::kF32;
   AccumulateDtype accumulate_dtype = AccumulateDtype::kF32;
+  ShardOver shard_over = ShardOver::kShard;  // kMesh: no total is rounded
   std::optional<double> divide_factor;
   double loss_scale = 1.0;
 };

@@ -165,12 +165,19 @@ Values values_of(const TensorView& view) {
 }
 
 Values joined(std::span<const RankResult> ranks, int shard_size, int replica, std::size_t parameter,
-              std::int64_t count) {
-  Values values;
+              std::int64_t count, ShardOver shard_over) {
+  std::vector<int> order;
+  const int replicate_size = static_cast<int>(std::ssize(ranks)) / shard_size;
   for (int s = 0; s < shard_size; ++s) {
-    const RankResult& rank = ranks[static_cast<std::size_t>(replica * shard_size + s)];
+    for (int q = 0; q < replicate_size; ++q) {
+      if (shard_over == ShardOver::kMesh || q == replica) order.push_back(q * shard_size + s);
+    }
+  }
+  Values values;
+  for (const int r : order) {
+    const RankResult& rank = ranks[static_cast<std::size_t>(r)];
     if (rank.slices.size() <= parameter) {
-      ADD_FAILURE() << "rank " << s << " of replica " << replica << " has no result";
+      ADD_FAILURE() << "rank " << r << " has no result";
       return {};
     }
     const Slice& slice = rank.slices[parameter];
@@ -197,6 +204,7 @@ ReferenceStep reference_step(const StepCase& step, const ReducerOptions& options
           .reduce_dtype = reduce,
           .replica_dtype = options.replica_dtype.value_or(reduce),
           .accumulate_dtype = options.accumulate_dtype,
+          .shard_over = options.shard_over,
           .divide_factor = step.divide_factor,
           .loss_scale = step.loss_scale};
 }
@@ -216,7 +224,8 @@ void expect_reference(std::span<const RankResult> ranks, const StepCase& step,
   for (std::size_t p = 0; p < step.parameters.size(); ++p) {
     for (int replica = 0; replica < shape.replicate; ++replica) {
       const Values got =
-          joined(ranks, shape.shard, replica, p, element_count(step.parameters[p].shape));
+          joined(ranks, shape.shard, replica, p, element_count(step.parameters[p].shape),
+                 options.shard_over);
       expect_same_bits(got, want[p],
                        label + ", parameter " + step.parameters[p].name + ", replica " +
                            std::to_string(replica));

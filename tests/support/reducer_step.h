@@ -71,10 +71,12 @@ RankResult run_step(Reducer& reducer, const StepCase& step, int rank,
 [[nodiscard]] RankResult read_result(Reducer& reducer, const StepCase& step);
 [[nodiscard]] Values values_of(const TensorView& view);
 
-// One replica's shards of a parameter joined in rank order; a test failure when they do not tile
-// the parameter.
+// One replica's shards of a parameter joined in rank order, or where it is sharded over the mesh
+// those of all ranks, a shard rank's beside each other; a test failure when they do not tile the
+// parameter.
 [[nodiscard]] Values joined(std::span<const RankResult> ranks, int shard_size, int replica,
-                            std::size_t parameter, std::int64_t count);
+                            std::size_t parameter, std::int64_t count,
+                            ShardOver shard_over = ShardOver::kShard);
 
 [[nodiscard]] ReferenceStep reference_step(const StepCase& step, const ReducerOptions& options,
                                            MeshShape shape, std::size_t parameter);

@@ -110,24 +110,26 @@ struct AdamWCase {
   MeshShape shape;
   Dtype dtype = Dtype::kF32;
   Sync partial_sync = Sync::kShard;  // stage 2; kNone: stage 1
+  ShardOver shard_over = ShardOver::kShard;
 };
 
 void PrintTo(const AdamWCase& row, std::ostream* out) {
   *out << to_string(row.shape) << "_" << name(row.dtype)
-       << (row.partial_sync == Sync::kShard ? "_stage2" : "_stage1");
+       << (row.partial_sync == Sync::kShard ? "_stage2_" : "_stage1_")
+       << word_of(row.shard_over);
 }
 
 class AdamWOnSlices : public testing::TestWithParam<AdamWCase> {};
 
 TEST_P(AdamWOnSlices, HasTheBitsOfOneProcess) {
-  const auto& [shape, dtype, partial_sync] = GetParam();
+  const auto& [shape, dtype, partial_sync, shard_over] = GetParam();
   constexpr int kSteps = 4;
   std::vector<StepCase> steps;
   for (std::uint64_t s = 0; s < kSteps; ++s) {
     steps.push_back(integer_step(odd_parameters(dtype), shape.size(), kMicrobatches, s));
   }
-  run_mesh(shape, [&, shape = shape, sync = partial_sync](const Mesh& mesh) {
-    Reducer reducer(mesh, {.bucket_bytes = 512});
+  run_mesh(shape, [&, shape = shape, sync = partial_sync, over = shard_over](const Mesh& mesh) {
+    Reducer reducer(mesh, {.bucket_bytes = 512, .shard_over = over});
     reducer.set_partial_sync(sync);
     SlicedParameters parameters = sliced(reducer, steps[0].parameters);
     AdamW optimizer(reducer, updated(parameters), kOptions);
@@ -156,7 +158,11 @@ INSTANTIATE_TEST_SUITE_P(Cases, AdamWOnSlices,
                                          AdamWCase{{2, 2}, Dtype::kBf16},
                                          AdamWCase{{2, 2}, Dtype::kF16},
                                          AdamWCase{{1, 2}, Dtype::kF32, Sync::kNone},
-                                         AdamWCase{{2, 2}, Dtype::kBf16, Sync::kNone}),
+                                         AdamWCase{{2, 2}, Dtype::kBf16, Sync::kNone},
+                                         AdamWCase{{2, 2}, Dtype::kF32, Sync::kShard,
+                                                   ShardOver::kMesh},
+                                         AdamWCase{{3, 2}, Dtype::kBf16, Sync::kNone,
+                                                   ShardOver::kMesh}),
                          testing::PrintToStringParamName());
 
 // Reducers of one mesh, an optimizer on each.

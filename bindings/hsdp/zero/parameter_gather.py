@@ -74,7 +74,7 @@ class ParameterGather:
                     "got none"
                 )
         self._handle = _hsdp.ParameterGather(
-            reducer._handle, dict(arrays), dict(masters or {}), operator.index(unit_bytes)
+            reducer._handle, dict(arrays), dict(masters or {}), operator.index(unit_bytes), False
         )
         names = list(arrays)
         self._units = [tuple(names[i] for i in unit) for unit in self._handle.units()]

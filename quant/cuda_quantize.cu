@@ -43,6 +43,7 @@ void dequantize_on_device(const Dequantize& args, const Stream& stream) {
   body.cut = UnitCut(args.group_size);
   body.in = args.in;
   body.values = args.values;
+  body.begin = args.begin;
   body.nonfinite = word_of(args.nonfinite);
   kernels::launch(body, body.tile_count, stream);
 }

@@ -183,6 +183,28 @@ HSDP_HOST_DEVICE inline UnitValues decode_unit(const std::byte* codes, float sca
   return result;
 }
 
+// Of messages of integers, in their order. `first`: of the first one's tile.
+HSDP_HOST_DEVICE inline UnitValues sum_of(const ReceivedMessages& messages, const TilePlace& first,
+                                          const Unit& unit) {
+  const GroupFormat& format = messages.first.format;
+  const std::byte* codes = first.codes_of(unit.group.number);
+  const std::byte* scale = first.scale_of(unit.group.number);
+  UnitValues sum{};
+  if (unit.count == 0) return sum;
+  HSDP_UNROLL_BY(4)
+  for (int r = 0; r < messages.count; ++r) {
+    const UnitValues row =
+        decode_unit(codes, load_scale(scale, format.scale_dtype), format.code, unit);
+    HSDP_UNROLL
+    for (int k = 0; k < kUnitElements; ++k) {
+      sum.values[k] = r == 0 ? row.values[k] : sum.values[k] + row.values[k];
+    }
+    codes += messages.distance;
+    scale += messages.distance;
+  }
+  return sum;
+}
+
 struct UnitCodes {
   std::int32_t codes[kUnitElements];
 };
@@ -301,7 +323,7 @@ struct QuantizeBody {
       for (int i = 0; i < kUnitsAThread; ++i) {
         const int number = thread + i * Block::kThreads;
         unit[i] = number < units ? unit_of(tile_cut, cut, number) : Unit{};
-        h[i] = sums ? sum_of(from, unit[i])
+        h[i] = sums ? sum_of(received, from, unit[i])
                     : load_floats(values + tile.element + unit[i].first, unit[i].count);
       }
       HSDP_UNROLL
@@ -339,27 +361,6 @@ struct QuantizeBody {
     if (before.values != nullptr) return load_floats(before.values + place, unit.count);
     return decode_bytes(before.codes + place,
                         before.scales[scale_place(before, tile, unit.group.number)], unit.count);
-  }
-
-  // The sum of the received messages, in their order.
-  [[nodiscard]] HSDP_HOST_DEVICE UnitValues sum_of(const TilePlace& first, const Unit& unit) const {
-    const GroupFormat& format = received.first.format;
-    const std::byte* codes = first.codes_of(unit.group.number);
-    const std::byte* scale = first.scale_of(unit.group.number);
-    UnitValues sum{};
-    if (unit.count == 0) return sum;
-    HSDP_UNROLL_BY(4)
-    for (int r = 0; r < received.count; ++r) {
-      const UnitValues row =
-          decode_unit(codes, load_scale(scale, format.scale_dtype), format.code, unit);
-      HSDP_UNROLL
-      for (int k = 0; k < kUnitElements; ++k) {
-        sum.values[k] = r == 0 ? row.values[k] : sum.values[k] + row.values[k];
-      }
-      codes += received.distance;
-      scale += received.distance;
-    }
-    return sum;
   }
 
   HSDP_HOST_DEVICE static void keep(const Block& block, const Unit& unit, int number,
@@ -543,43 +544,33 @@ struct DequantizeBody {
   const GroupTile* tiles = nullptr;
   std::int64_t tile_count = 0;
   UnitCut cut;
-  Message in;
+  ReceivedMessages in;
   float* values = nullptr;
+  std::int64_t begin = 0;
   std::uint32_t* nonfinite = nullptr;
 
   HSDP_HOST_DEVICE void operator()(const Block& block, Shared& /*shared*/) const {
     for (std::int64_t t = block.index(); t < tile_count; t += block.count()) {
       const GroupTile tile = tiles[t];
       const TileCut tile_cut(tile, cut);
-      const TilePlace from = place_of(in, tile, tile_cut.first_count);
+      const TilePlace from = place_of(in.first, tile, tile_cut.first_count);
       const int units = tile_cut.groups * cut.units;
       block.each_thread([&](int thread) {
         bool marked = false;
         for (int number = thread; number < units; number += Block::kThreads) {
           const Unit unit = unit_of(tile_cut, cut, number);
           if (unit.count == 0) continue;
-          store_floats(decode(from, unit, marked), values + tile.element + unit.first, unit.count);
+          const UnitValues sum =
+              in.first.format.code == Code::kBf16
+                  ? decode_unit(from.codes_of(unit.group.number), 0.0F, Code::kBf16, unit)
+                  : sum_of(in, from, unit);
+          HSDP_UNROLL
+          for (const float value : sum.values) marked |= magnitude_bits(value) >= kInfinityBits;
+          store_floats(sum, values + (tile.element - begin) + unit.first, unit.count);
         }
         block.raise(marked, nonfinite);
       });
     }
-  }
-
- private:
-  [[nodiscard]] HSDP_HOST_DEVICE UnitValues decode(const TilePlace& from, const Unit& unit,
-                                                   bool& marked) const {
-    float scale = 0.0F;
-    if (in.format.code != Code::kBf16) {
-      scale = load_scale(from.scale_of(unit.group.number), in.format.scale_dtype);
-      marked |= magnitude_bits(scale) >= kInfinityBits;
-    }
-    const UnitValues decoded =
-        decode_unit(from.codes_of(unit.group.number), scale, in.format.code, unit);
-    if (in.format.code == Code::kBf16) {
-      HSDP_UNROLL
-      for (const float value : decoded.values) marked |= magnitude_bits(value) >= kInfinityBits;
-    }
-    return decoded;
   }
 };
 

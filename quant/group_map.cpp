@@ -27,6 +27,13 @@ std::int32_t groups_in(std::int64_t flat_offset, std::int64_t count, int group_s
 }  // namespace
 
 GroupMap::GroupMap(std::span<const ParameterRange> runs, int group_size, int owners)
+    : GroupMap(runs, group_size, owners, nullptr) {}
+
+GroupMap::GroupMap(std::span<const ParameterRange> runs, int group_size, const RowCut& owners)
+    : GroupMap(runs, group_size, owners.size(), &owners) {}
+
+GroupMap::GroupMap(std::span<const ParameterRange> runs, int group_size, int owners,
+                   const RowCut* cut)
     : group_size_(group_size) {
   require_valid({.group_size = group_size});
   std::int64_t total = 0;
@@ -40,20 +47,24 @@ GroupMap::GroupMap(std::span<const ParameterRange> runs, int group_size, int own
   const std::int64_t row = (total + owners - 1) / owners;
   const std::int64_t room = kTileElements - kTileElements % group_size;
   Begin at;
+  int owner = 0;
   for (const ParameterRange& run : runs) {
     for (std::int64_t done = 0; done < run.count;) {
       const std::int64_t flat_offset = run.flat_offset + done;
-      const std::int64_t owner = at.position / row;
+      std::int64_t count = std::min(run.count - done, room - flat_offset % group_size);
+      if (cut != nullptr) {
+        while (run.offset >= cut->begin(owner + 1)) ++owner;
+      } else {
+        owner = static_cast<int>(at.position / row);
+        const std::int64_t left_of_row = (owner + 1) * row - at.position;
+        count = std::min(count, padded(flat_offset + left_of_row, group_size) - flat_offset);
+      }
       while (std::ssize(begins_) <= owner) begins_.push_back(at);
-      const std::int64_t left_of_row = (owner + 1) * row - at.position;
-      const std::int64_t count =
-          std::min({run.count - done, room - flat_offset % group_size,
-                    padded(flat_offset + left_of_row, group_size) - flat_offset});
       tiles_.push_back({.element = run.offset + done,
                         .flat_offset = flat_offset,
                         .count = static_cast<std::int32_t>(count),
                         .parameter = run.parameter,
-                        .owner = static_cast<std::int32_t>(owner),
+                        .owner = owner,
                         .position = at.position,
                         .group = at.group,
                         .int4_words = at.int4_words,

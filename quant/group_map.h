@@ -1,9 +1,11 @@
 // Where the groups of some slices lie in a bucket's memory and in the messages that carry them, and
 // which replica owns them. Plain data, no communication.
 //
-// A map covers runs of parameters, joined in order, of at most 2^31 - 1 elements. Owner r gets the
-// groups that begin in [r * ceil(n / owners), (r + 1) * ceil(n / owners)), of n joined elements.
-// Neither the map nor ownership influences the bits: all arithmetic stays within a group.
+// A map covers some runs of parameters, joined in their order, at most 2^31 - 1 elements. The
+// groups are dealt out to `owners` in order: owner r gets those that begin in
+// [r * ceil(n / owners), (r + 1) * ceil(n / owners)), of n joined elements. Or a cut says whose
+// each run is. What lies in a map and who owns it has no influence on the bits: all arithmetic
+// stays within a group.
 //
 // Kernels work on tiles: consecutive groups of one parameter with one owner.
 #pragma once
@@ -38,6 +40,9 @@ class GroupMap {
  public:
   // The offsets of `runs` are places in the bucket's memory; runs need not be adjacent.
   GroupMap(std::span<const ParameterRange> runs, int group_size, int owners);
+  // `owners`: a cut of the bucket's memory. Each run lies in one row of it, and they come in its
+  // order.
+  GroupMap(std::span<const ParameterRange> runs, int group_size, const RowCut& owners);
 
   [[nodiscard]] int group_size() const { return group_size_; }
   [[nodiscard]] int owners() const { return static_cast<int>(begins_.size()) - 1; }
@@ -60,6 +65,8 @@ class GroupMap {
   }
 
  private:
+  GroupMap(std::span<const ParameterRange> runs, int group_size, int owners, const RowCut* cut);
+
   int group_size_;
   std::vector<GroupTile> tiles_;
   std::vector<Begin> begins_;  // one per owner, and the end

@@ -178,7 +178,8 @@ void HopErrors::load(const SavedState& saved, bool all) {
                      (target.gathered ? " in the gathered half" : ""),
          .got = std::to_string(missing) + " without",
          .remedy = "load what all ranks have saved, together; what was saved with another gather, "
-                   "exclude or error_feedback, or lacks parameters, with strict=False"});
+                   "shard_over, exclude or error_feedback, or lacks parameters, with "
+                   "strict=False"});
   }
   Stream stream = Stream::create(device_, "hsdp-loco");
   stream.run([&, inside = stream.inside_task()] {

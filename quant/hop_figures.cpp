@@ -16,28 +16,29 @@ double relative(const TileFigures& sum) {
 
 }  // namespace
 
-HopFigures::HopFigures(std::vector<std::string> names, std::vector<GroupMap> maps, Device device)
-    : names_(std::move(names)), maps_(std::move(maps)), written_(maps_.size()) {
+HopFigures::HopFigures(std::vector<std::string> names, std::vector<GroupMap> maps, bool gathers,
+                       Device device)
+    : names_(std::move(names)), maps_(std::move(maps)), written_(maps_.size()), gathers_(gathers) {
   std::size_t tiles = 0;
   for (const GroupMap& map : maps_) {
     first_tile_.push_back(tiles);
     tiles += map.tiles().size();
   }
   first_tile_.push_back(tiles);
-  memory_ = Buffer(device, 2 * tiles * sizeof(TileFigures));
+  memory_ = Buffer(device, (gathers ? 2 : 1) * tiles * sizeof(TileFigures));
 }
 
 HopFigures::Window HopFigures::next(std::size_t window) {
   written_[window] = true;
   auto* const figures = reinterpret_cast<TileFigures*>(memory_.data()) + first_tile_[window];
-  return {figures, figures + first_tile_.back()};
+  return {figures, gathers_ ? figures + first_tile_.back() : nullptr};
 }
 
 void HopFigures::drop() { written_.assign(written_.size(), false); }
 
 std::vector<QuantizationError> HopFigures::take(int replica) {
   if (std::ranges::none_of(written_, [](bool one) { return one; })) return {};
-  std::vector<TileFigures> figures(2 * first_tile_.back());
+  std::vector<TileFigures> figures(memory_.size() / sizeof(TileFigures));
   Stream stream = Stream::create(memory_.device(), "hsdp-loco");
   stream.run([&, inside = stream.inside_task()] {
     copy_bytes(figures.data(), memory_.data(), memory_.size(), inside);
@@ -61,6 +62,7 @@ std::vector<QuantizationError> HopFigures::take(int replica) {
   for (std::size_t w = 0; w < maps_.size(); ++w) {
     if (!written_[w]) continue;
     add(maps_[w].tiles(), first_tile_[w], &Sums::scattered);
+    if (!gathers_) continue;
     add(maps_[w].tiles(replica), first_tile_.back() + first_tile_[w], &Sums::gathered);
   }
   std::vector<QuantizationError> errors;

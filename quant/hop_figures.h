@@ -15,11 +15,13 @@ namespace hsdp::quant {
 class HopFigures {
  public:
   HopFigures() = default;
-  HopFigures(std::vector<std::string> names, std::vector<GroupMap> maps, Device device);
+  // `gathers`: there is a gathered half.
+  HopFigures(std::vector<std::string> names, std::vector<GroupMap> maps, bool gathers,
+             Device device);
 
   struct Window {
-    TileFigures* scattered = nullptr;  // for all its tiles
-    TileFigures* gathered = nullptr;   // for the tiles that this replica owns
+    TileFigures* scattered = nullptr;  // of all its tiles
+    TileFigures* gathered = nullptr;   // of those that this replica owns; or null
   };
   // Where a window's next reduction writes its figures.
   [[nodiscard]] Window next(std::size_t window);
@@ -33,6 +35,7 @@ class HopFigures {
   std::vector<GroupMap> maps_;
   std::vector<std::size_t> first_tile_;  // of each window, and the end
   std::vector<bool> written_;
+  bool gathers_ = false;
   Buffer memory_;  // scattered, then gathered
 };
 

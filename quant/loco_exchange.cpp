@@ -54,10 +54,30 @@ std::vector<std::vector<ParameterRange>> cut_into_windows(std::span<const Parame
   return windows;
 }
 
-LocoWindow::LocoWindow(std::vector<ParameterRange> runs_, const ExchangeFormats& formats,
-                       int replicas, Device device)
+std::vector<std::vector<ParameterRange>> cut_into_windows(std::span<const ParameterRange> ranges,
+                                                          int group_size,
+                                                          std::int64_t window_elements,
+                                                          const RowCut& parts) {
+  const std::int64_t part_elements = std::max<std::int64_t>(1, window_elements / parts.size());
+  std::vector<std::vector<ParameterRange>> windows;
+  for (int part = 0; part < parts.size(); ++part) {
+    const auto end = std::ranges::find_if(
+        ranges, [&](const ParameterRange& range) { return range.offset >= parts.begin(part + 1); });
+    const auto count = static_cast<std::size_t>(end - ranges.begin());
+    const auto pieces = cut_into_windows(ranges.first(count), group_size, part_elements);
+    ranges = ranges.subspan(count);
+    windows.resize(std::max(windows.size(), pieces.size()));
+    for (std::size_t w = 0; w < pieces.size(); ++w) {
+      windows[w].insert(windows[w].end(), pieces[w].begin(), pieces[w].end());
+    }
+  }
+  return windows;
+}
+
+LocoWindow::LocoWindow(std::vector<ParameterRange> runs_, GroupMap map_,
+                       const ExchangeFormats& formats, Device device)
     : runs(std::move(runs_)),
-      map(runs, formats.scattered.group_size, replicas),
+      map(std::move(map_)),
       scattered(map, formats.scattered),
       gathered(map, formats.gathered),
       tiles(map.tiles()),
@@ -100,7 +120,7 @@ LocoExchange::LocoExchange(std::vector<LocoWindow> windows, const ExchangeFormat
     for (int r = 0; r < cut.size(); ++r) {
       received = std::max(received, cut.size() * cut.length(r));
     }
-    gathered = std::max(gathered, window.gathered.cut().count());
+    if (formats_.gathers) gathered = std::max(gathered, window.gathered.cut().count());
   }
   slots_.resize(
       std::min(device.type == DeviceType::kHost ? kHostSlots : kCudaSlots, windows_.size()));
@@ -120,9 +140,11 @@ void LocoExchange::bind(Communicator scatter, Communicator gather) {
   if (!scatter_) return;
   encode_ = Stream::create(device_, "hsdp-encode");
   scatter_wire_ = Stream::create(device_, "hsdp-scatter");
-  sum_ = Stream::create(device_, "hsdp-sum");
-  gather_wire_ = Stream::create(device_, "hsdp-gather");
   decode_ = Stream::create(device_, "hsdp-decode");
+  if (formats_.gathers) {
+    sum_ = Stream::create(device_, "hsdp-sum");
+    gather_wire_ = Stream::create(device_, "hsdp-gather");
+  }
   for (Slot& slot : slots_) slot.free = {};
 }
 
@@ -155,49 +177,64 @@ void LocoExchange::reduce(std::size_t number, const Arguments& arguments, const 
                           const Event& ready) {
   const LocoWindow& window = windows_[number];
   Slot& slot = next_slot();
-  const CallLabel label{arguments.bucket.bucket, arguments.bucket.planned};
-  auto* const values = static_cast<float*>(arguments.bucket.data.data);
-  std::atomic<std::uint32_t>* const nonfinite = arguments.bucket.nonfinite;
-  const int own = replica();
-  const GroupMap::Begin& own_begin = window.map.begin(own);
-  const RowCut& scattered = window.scattered.cut();
-  const RowCut& gathered = window.gathered.cut();
-  const Message message{formats_.scattered, slot.scattered.data(), 0, window.scattered_rows};
-  const Message result{formats_.gathered, slot.gathered.data(), 0, window.gathered_rows};
-  const auto dither_of = [&arguments](std::uint32_t stream) {
-    return Dither{arguments.seed, arguments.step, stream | arguments.repeat << 16U};
-  };
+  encode_and_scatter(window, slot, arguments, errors.scattered, ready);
+  if (formats_.gathers) {
+    sum_and_gather(window, slot, arguments, errors.gathered);
+  } else {
+    sum_part(window, slot, arguments);
+  }
+  slot.free = decode_.record();
+}
 
+void LocoExchange::encode_and_scatter(const LocoWindow& window, const Slot& slot,
+                                      const Arguments& arguments, const ErrorStates::Step& errors,
+                                      const Event& ready) {
+  const int own = replica();
   Quantize encode;
   encode.tiles = window.tiles;
   encode.group_size = formats_.scattered.group_size;
-  encode.values = values;
+  encode.values = static_cast<const float*>(arguments.bucket.data.data);
   encode.factor = 1.0F / static_cast<float>(arguments.bucket.arithmetic.mean_divisor);
-  encode.before = errors.scattered.before;
-  encode.after = errors.scattered.after;
+  encode.before = errors.before;
+  encode.after = errors.after;
   encode.beta = arguments.beta;
-  encode.out = message;
+  encode.out = {formats_.scattered, slot.scattered.data(), 0, window.scattered_rows};
   encode.figures = arguments.scattered_figures;
-  encode.nonfinite = nonfinite;
+  encode.nonfinite = arguments.bucket.nonfinite;
   encode_.wait(slot.free);
   encode_.wait(ready);
   encode_.run([this, encode, dithers = arguments.dithers,
-               dither = dither_of(2U * static_cast<std::uint32_t>(own))]() mutable {
+               dither = arguments.dither(2U * static_cast<std::uint32_t>(own))]() mutable {
     if (dithers) encode.dither = &dither;
     quantize(encode, encode_.inside_task());
   });
 
   scatter_wire_.wait(encode_.record());
-  const std::int64_t row = scattered.length(own);
-  scatter_.all_to_all(bytes_at(slot.scattered, 0, scattered.count()),
-                      bytes_at(slot.received, 0, row * replicas()), scatter_wire_, scattered,
-                      label);
+  const RowCut& cut = window.scattered.cut();
+  scatter_.all_to_all(bytes_at(slot.scattered, 0, cut.count()),
+                      bytes_at(slot.received, 0, cut.length(own) * replicas()), scatter_wire_, cut,
+                      arguments.label());
+}
 
+ReceivedMessages LocoExchange::received(const LocoWindow& window, const Slot& slot) const {
+  const RowCut& cut = window.scattered.cut();
+  const int own = replica();
+  return {
+      .first = {formats_.scattered, slot.received.data(), cut.begin(own), window.scattered_rows},
+      .distance = cut.length(own),
+      .count = replicas()};
+}
+
+void LocoExchange::sum_and_gather(const LocoWindow& window, const Slot& slot,
+                                  const Arguments& arguments, const ErrorStates::Step& errors) {
+  const int own = replica();
+  const GroupMap::Begin& own_begin = window.map.begin(own);
+  const Message result{formats_.gathered, slot.gathered.data(), 0, window.gathered_rows};
   Quantize sum;
   sum.tiles = window.own_tiles(own);
   sum.group_size = formats_.gathered.group_size;
-  sum.before = errors.gathered.before;
-  sum.after = errors.gathered.after;
+  sum.before = errors.before;
+  sum.after = errors.after;
   for (ErrorState* const state : {&sum.before, &sum.after}) {
     state->position = own_begin.position;
     state->group = own_begin.group;
@@ -205,35 +242,52 @@ void LocoExchange::reduce(std::size_t number, const Arguments& arguments, const 
   sum.beta = arguments.beta;
   sum.out = result;
   sum.figures = arguments.gathered_figures;
-  sum.nonfinite = nonfinite;
-  sum.received = {.first = {formats_.scattered, slot.received.data(), scattered.begin(own),
-                            window.scattered_rows},
-                  .distance = row,
-                  .count = replicas()};
+  sum.nonfinite = arguments.bucket.nonfinite;
+  sum.received = received(window, slot);
   sum_.wait(scatter_wire_.record());
-  sum_.run([this, sum, dithers = arguments.dithers, dither = dither_of(1)]() mutable {
+  sum_.run([this, sum, dithers = arguments.dithers, dither = arguments.dither(1)]() mutable {
     if (dithers && sum.before.codes != nullptr) sum.dither = &dither;
     if (!sum.tiles.empty()) quantize(sum, sum_.inside_task());
   });
 
   gather_wire_.wait(sum_.record());
-  const TensorView all = bytes_at(slot.gathered, 0, gathered.count());
-  gather_.all_gather(all.slice(gathered.begin(own), gathered.length(own)), all, gather_wire_,
-                     gathered, label);
+  const RowCut& cut = window.gathered.cut();
+  const TensorView all = bytes_at(slot.gathered, 0, cut.count());
+  gather_.all_gather(all.slice(cut.begin(own), cut.length(own)), all, gather_wire_, cut,
+                     arguments.label());
 
   const Dequantize decode{.tiles = window.tiles,
                           .group_size = formats_.gathered.group_size,
-                          .in = result,
-                          .values = values,
-                          .nonfinite = nonfinite};
+                          .in = {.first = result, .count = 1},
+                          .values = static_cast<float*>(arguments.bucket.data.data),
+                          .nonfinite = arguments.bucket.nonfinite};
   decode_.wait(gather_wire_.record());
   decode_.run([this, decode] { dequantize(decode, decode_.inside_task()); });
-  slot.free = decode_.record();
+}
+
+void LocoExchange::sum_part(const LocoWindow& window, const Slot& slot,
+                            const Arguments& arguments) {
+  const Dequantize sum{.tiles = window.own_tiles(replica()),
+                       .group_size = formats_.scattered.group_size,
+                       .in = received(window, slot),
+                       .values = static_cast<float*>(arguments.bucket.part.data),
+                       .begin = arguments.part_begin,
+                       .nonfinite = arguments.bucket.nonfinite};
+  decode_.wait(scatter_wire_.record());
+  decode_.run([this, sum] { dequantize(sum, decode_.inside_task()); });
 }
 
 Event LocoExchange::all_reduce(const AllReduce& args, const Event& ready) {
   scatter_wire_.wait(ready);
   scatter_.all_reduce(args, scatter_wire_);
+  return scatter_wire_.record();
+}
+
+Event LocoExchange::reduce_scatter(const PlainScatter& plain, const HopBucket& bucket,
+                                   const Event& ready) {
+  scatter_wire_.wait(ready);
+  scatter_wire_.run([this, &plain, bucket] { plain.round(bucket, scatter_wire_.inside_task()); });
+  scatter_.reduce_scatter(plain.call(bucket), scatter_wire_);
   return scatter_wire_.record();
 }
 

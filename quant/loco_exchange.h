@@ -7,7 +7,10 @@
 //   gather    all-gather
 //   decode    the whole message -> means, the same bits on every replica
 //
-// Not thread-safe; each stage runs on its own stream.
+// Where each replica keeps its part of the total, that ends with the scatter: decode is then the
+// sum of the rows, in ascending replica, into the part.
+//
+// Used by one thread; the stages run on streams of its own.
 #pragma once
 
 #include <cstddef>
@@ -30,11 +33,12 @@ namespace hsdp::quant {
 struct ExchangeFormats {
   GroupFormat scattered;
   GroupFormat gathered;
+  bool gathers = true;  // false: each replica keeps its part
 };
 
 // A part of a bucket that travels together. Cut at groups.
 struct LocoWindow {
-  LocoWindow(std::vector<ParameterRange> runs, const ExchangeFormats& formats, int replicas,
+  LocoWindow(std::vector<ParameterRange> runs, GroupMap map, const ExchangeFormats& formats,
              Device device);
 
   std::vector<ParameterRange> runs;
@@ -53,6 +57,11 @@ struct LocoWindow {
 // Cuts a bucket's ranges into windows of about equal size, except for the last.
 [[nodiscard]] std::vector<std::vector<ParameterRange>> cut_into_windows(
     std::span<const ParameterRange> ranges, int group_size, std::int64_t window_elements);
+// The same of ranges that lie in the rows of `parts`, in their order. Windows have about equally
+// much of each part, so that all replicas are sent to at a time.
+[[nodiscard]] std::vector<std::vector<ParameterRange>> cut_into_windows(
+    std::span<const ParameterRange> ranges, int group_size, std::int64_t window_elements,
+    const RowCut& parts);
 
 class LocoExchange {
  public:
@@ -76,9 +85,15 @@ class LocoExchange {
     bool dithers = false;
     std::uint64_t seed = 0;
     std::uint32_t step = 0;
-    std::uint32_t repeat = 0;                  // earlier reductions of the bucket in this step
-    TileFigures* scattered_figures = nullptr;  // for the window's tiles
-    TileFigures* gathered_figures = nullptr;   // for the tiles this replica owns
+    std::uint32_t repeat = 0;                  // reductions of the bucket earlier in the step
+    std::int64_t part_begin = 0;               // of bucket.part, in bucket.data
+    TileFigures* scattered_figures = nullptr;  // of the window's tiles
+    TileFigures* gathered_figures = nullptr;   // of its own ones
+
+    [[nodiscard]] CallLabel label() const { return {bucket.bucket, bucket.planned}; }
+    [[nodiscard]] Dither dither(std::uint32_t stream) const {
+      return {seed, step, stream | repeat << 16U};
+    }
   };
   // Enqueues a window whose shard sums are complete after `ready`.
   void reduce(std::size_t window, const Arguments& arguments, const Errors& errors,
@@ -90,6 +105,9 @@ class LocoExchange {
   [[nodiscard]] const Stream& sum_stream() const { return sum_; }
   // Sums `args` without quantization, in order with the windows.
   [[nodiscard]] Event all_reduce(const AllReduce& args, const Event& ready);
+  // The same into the replica's part. `plain` outlives the Event.
+  [[nodiscard]] Event reduce_scatter(const PlainScatter& plain, const HopBucket& bucket,
+                                     const Event& ready);
 
  private:
   struct Slot {
@@ -101,6 +119,13 @@ class LocoExchange {
 
   [[nodiscard]] int replicas() const { return scatter_.size(); }
   [[nodiscard]] Slot& next_slot();
+  void encode_and_scatter(const LocoWindow& window, const Slot& slot, const Arguments& arguments,
+                          const ErrorStates::Step& errors, const Event& ready);
+  void sum_and_gather(const LocoWindow& window, const Slot& slot, const Arguments& arguments,
+                      const ErrorStates::Step& errors);
+  void sum_part(const LocoWindow& window, const Slot& slot, const Arguments& arguments);
+  // This replica's rows of all messages.
+  [[nodiscard]] ReceivedMessages received(const LocoWindow& window, const Slot& slot) const;
 
   std::vector<LocoWindow> windows_;
   ExchangeFormats formats_;

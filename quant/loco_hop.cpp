@@ -47,8 +47,8 @@ struct LocoHop::Parts {
   struct BucketWindows {
     std::size_t first = 0;
     std::size_t end = 0;
-    bool is_excluded = false;              // the whole bucket
-    std::vector<ParameterRange> excluded;  // or parts of it: rows of replica_hook mix both
+    bool is_excluded = false;              // all of it
+    std::vector<ParameterRange> excluded;  // of it, else: whole rows of replica_hook have both
   };
   struct Kept {
     SavedState state;
@@ -71,6 +71,7 @@ struct LocoHop::Parts {
   void require_patterns_match(const HopPlan& plan);
   [[nodiscard]] std::vector<LocoWindow> lay_out(const HopPlan& plan);
   [[nodiscard]] std::vector<AllReduce> excluded_sums(const HopPlan& plan) const;
+  [[nodiscard]] PlainScatter plain_scatter(const HopPlan& plan) const;
   [[nodiscard]] std::unique_ptr<HopErrors> new_errors(const HopPlan& plan) const;
   void take_errors_along();
   void move_errors();
@@ -95,8 +96,9 @@ struct LocoHop::Parts {
   std::map<std::string, std::int64_t> counts;  // elements per parameter
   std::set<std::string> matched;               // patterns that have matched
   std::vector<BucketWindows> buckets;
-  std::vector<AllReduce> sums;         // the calls for excluded buckets
-  std::vector<std::uint32_t> repeats;  // per bucket, in the current step
+  std::vector<AllReduce> sums;         // of excluded buckets, as they will be called
+  std::optional<PlainScatter> plain;   // where each replica keeps its part
+  std::vector<std::uint32_t> repeats;  // of each bucket, in the step under way
   Communicator scatter;
   Communicator gather;
   int replicas = 0;                   // 0: never bound; 1: unused
@@ -147,6 +149,8 @@ std::string LocoHop::word() const {
 
 std::optional<Dtype> LocoHop::wire() const { return parts_->options.plain_dtype; }
 
+bool LocoHop::needs_gather_group() const { return parts_->formats.gathers; }
+
 std::int64_t LocoHop::slice_multiple() const { return parts_->options.group_size; }
 
 int LocoHop::bucket_class(const HopParameter& parameter) const {
@@ -178,19 +182,23 @@ std::vector<LocoWindow> LocoHop::Parts::lay_out(const HopPlan& plan) {
       plan.device.type == DeviceType::kHost ? kHostWindowElements : kCudaWindowElements;
   std::vector<LocoWindow> windows;
   buckets.clear();
-  for (const std::vector<ParameterRange>& ranges : plan.ranges) {
+  for (std::size_t b = 0; b < plan.ranges.size(); ++b) {
     BucketWindows bucket{.first = windows.size()};
     std::vector<ParameterRange> quantized;
-    for (const ParameterRange& range : ranges) {
+    for (const ParameterRange& range : plan.ranges[b]) {
       const auto p = static_cast<std::size_t>(range.parameter);
       const bool is_plain =
           quant::is_excluded(options, names[p]) || plan.parameters[p].dtype == Dtype::kF64;
       if (range.count > 0) (is_plain ? bucket.excluded : quantized).push_back(range);
     }
     bucket.is_excluded = quantized.empty() && !bucket.excluded.empty();
+    const int size = options.group_size;
+    const RowCut* const cut = formats.gathers ? nullptr : &plan.cuts[b];
     for (std::vector<ParameterRange>& runs :
-         cut_into_windows(quantized, options.group_size, window_elements)) {
-      windows.emplace_back(std::move(runs), formats, plan.replicate_size, plan.device);
+         cut ? cut_into_windows(quantized, size, window_elements, *cut)
+             : cut_into_windows(quantized, size, window_elements)) {
+      GroupMap map = cut ? GroupMap(runs, size, *cut) : GroupMap(runs, size, plan.replicate_size);
+      windows.emplace_back(std::move(runs), std::move(map), formats, plan.device);
     }
     bucket.end = windows.size();
     buckets.push_back(std::move(bucket));
@@ -210,12 +218,20 @@ std::vector<AllReduce> LocoHop::Parts::excluded_sums(const HopPlan& plan) const 
   return calls;
 }
 
+PlainScatter LocoHop::Parts::plain_scatter(const HopPlan& plan) const {
+  std::vector<std::optional<Dtype>> wires(plan.wires.begin(), plan.wires.end());
+  for (std::size_t b = 0; b < wires.size(); ++b) {
+    if (!buckets[b].is_excluded && options.warmup_steps == 0) wires[b].reset();
+  }
+  return PlainScatter(plan, wires);
+}
+
 std::unique_ptr<HopErrors> LocoHop::Parts::new_errors(const HopPlan& plan) const {
   if (!options.error_feedback) return nullptr;
   const HopErrors::Kind kind{.dtype = options.error_dtype,
                              .group_size = options.group_size,
                              .beta = options.err_beta,
-                             .gathered = formats.gathered.code != Code::kBf16};
+                             .gathered = formats.gathers && formats.gathered.code != Code::kBf16};
   return std::make_unique<HopErrors>(kind, plan, names, maps_of(exchange->windows()));
 }
 
@@ -226,6 +242,8 @@ void LocoHop::prepare(const HopPlan& plan) {
   if (parts.errors && parts.steps > 0 && !parts.before) parts.before = std::move(parts.errors);
   parts.errors.reset();
   parts.exchange.reset();
+  parts.plain.reset();
+  parts.formats.gathers = plan.cuts.empty();
   parts.names = names_of(plan);
   parts.counts.clear();
   for (const HopParameter& parameter : plan.parameters) {
@@ -234,9 +252,15 @@ void LocoHop::prepare(const HopPlan& plan) {
   parts.reduction = plan.reduction;
   parts.exchange =
       std::make_unique<LocoExchange>(parts.lay_out(plan), parts.formats, plan.device, plan.memory);
-  parts.sums = parts.excluded_sums(plan);
+  if (parts.formats.gathers) {
+    parts.sums = parts.excluded_sums(plan);
+  } else {
+    parts.sums.clear();
+    parts.plain = parts.plain_scatter(plan);
+  }
   parts.errors = parts.new_errors(plan);
-  parts.figures = HopFigures(parts.names, maps_of(parts.exchange->windows()), plan.device);
+  parts.figures = HopFigures(parts.names, maps_of(parts.exchange->windows()), parts.formats.gathers,
+                             plan.device);
   if (!parts.scatter) return;
   parts.exchange->bind(parts.scatter, parts.gather);
   parts.take_errors_along();
@@ -248,7 +272,8 @@ void LocoHop::bind(Communicator scatter, Communicator gather) {
   parts.gather = std::move(gather);
   if (!parts.exchange) return;  // prepare() failed
   parts.exchange->bind(parts.scatter, parts.gather);
-  if (!parts.scatter) return;
+  if (!parts.scatter) return parts.plain.reset();
+  if (parts.plain) parts.plain->bind(parts.scatter);
   if (!parts.sums.empty()) parts.scatter.reserve(parts.sums);
   parts.take_errors_along();
   parts.replicas = parts.scatter.size();
@@ -291,7 +316,8 @@ bool LocoHop::means(int bucket, double mean_divisor) const {
 // Collective over the replicas.
 void LocoHop::Parts::move_errors() {
   if (!before) return;
-  const SavedState saved = before->joined(gather, make_header());
+  // Without a gathered half this is the owner's first reduction, and nothing runs on `scatter`.
+  const SavedState saved = before->joined(gather ? gather : scatter, make_header());
   errors->load(saved, false);
   before.reset();
 }
@@ -303,6 +329,7 @@ Event LocoHop::reduce(const HopBucket& bucket, Stream& stream) {
   parts.move_errors();
   const Event ready = stream.record();
   if (parts.is_plain(bucket.bucket)) {
+    if (parts.plain) return parts.exchange->reduce_scatter(*parts.plain, bucket, ready);
     return parts.exchange->all_reduce(plain_sum(bucket, parts.reduction), ready);
   }
   const auto number = static_cast<std::size_t>(bucket.bucket);
@@ -318,6 +345,9 @@ Event LocoHop::reduce(const HopBucket& bucket, Stream& stream) {
                                     .seed = parts.options.seed,
                                     .step = static_cast<std::uint32_t>(parts.steps),
                                     .repeat = parts.repeats[number]++};
+  if (parts.plain) {
+    arguments.part_begin = parts.plain->cut(bucket.bucket).begin(parts.exchange->replica());
+  }
   for (std::size_t w = windows.first; w < windows.end; ++w) {
     LocoExchange::Errors errors;
     if (parts.errors) errors = parts.errors->next(w, parts.starts_afresh(), *parts.exchange);

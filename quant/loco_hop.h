@@ -1,9 +1,11 @@
 // A replica hop that sends 4 or 8 bits per element and feeds the rounding error back.
 //
 // h = g + e; q = quantize(h); d = dequantize(q); e <- beta e + (1 - beta)(h - d), on the way to the
-// groups' owners, and again with a separate error on the way back. g is the mean gradient: the
-// shard sum times 1 / (f s). Over time the hop sends what it was given, except for what remains in
-// the errors: sum(d) = sum(g) - (e_K - e_0) / (1 - beta). Every replica ends with the same bits.
+// owners of the groups, and again with an error of its own on the way back. g is the mean gradient:
+// the shard sum times 1 / (f s). So what is sent adds up to what was given, but for what is still
+// in the errors: sum(d) = sum(g) - (e_K - e_0) / (1 - beta). Every replica ends with the same bits.
+// Where results are sharded over the mesh, each replica keeps the sum of its part, and there is no
+// way back.
 //
 // LoCo (Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", TPAMI
 // 2025, arXiv 2407.04480). docs/loco.md says what differs, how to choose the options, and when it
@@ -56,6 +58,8 @@ class LocoHop final : public ReplicaHop {
   [[nodiscard]] std::string word() const override;
   [[nodiscard]] std::optional<Dtype> wire() const override;
   [[nodiscard]] bool quantizes() const override { return true; }
+  [[nodiscard]] bool scatters() const override { return true; }
+  [[nodiscard]] bool needs_gather_group() const override;
   [[nodiscard]] std::int64_t slice_multiple() const override;
   [[nodiscard]] int bucket_class(const HopParameter& parameter) const override;
   void prepare(const HopPlan& plan) override;

@@ -93,25 +93,26 @@ struct ErrorGroup {
 
 using GroupValues = std::array<float, kMostGroupSize>;
 
-// Reads what is to be quantized, without the error.
-void read_group(const Quantize& args, const GroupTile& tile, const TileGroup& group,
-                GroupValues& h) {
-  if (args.values != nullptr) {
-    for (std::int32_t i = 0; i < group.count; ++i) {
-      h[static_cast<std::size_t>(i)] = args.values[tile.element + group.begin + i] * args.factor;
-    }
-    return;
-  }
-  for (int r = 0; r < args.received.count; ++r) {
-    const Message message = args.received.at(r);
+void sum_group(const ReceivedMessages& messages, const GroupTile& tile, const TileGroup& group,
+               float* sums) {
+  for (int r = 0; r < messages.count; ++r) {
+    const Message message = messages.at(r);
     const TilePlace place = place_of(message, tile);
     const std::byte* const codes = place.codes_of(group.number);
     const float scale = loaded_scale(place.scale_of(group.number), message.format.scale_dtype);
     for (std::int32_t i = 0; i < group.count; ++i) {
-      float& sum = h[static_cast<std::size_t>(i)];
       const float value = decoded(loaded_code(codes, i, message.format.code), scale);
-      sum = r == 0 ? value : sum + value;
+      sums[i] = r == 0 ? value : sums[i] + value;
     }
+  }
+}
+
+// What is quantized, without its error.
+void read_group(const Quantize& args, const GroupTile& tile, const TileGroup& group,
+                GroupValues& h) {
+  if (args.values == nullptr) return sum_group(args.received, tile, group, h.data());
+  for (std::int32_t i = 0; i < group.count; ++i) {
+    h[static_cast<std::size_t>(i)] = args.values[tile.element + group.begin + i] * args.factor;
   }
 }
 
@@ -176,22 +177,17 @@ bool quantize_group(const Quantize& args, const GroupTile& tile, const TileGroup
 }
 
 bool dequantize_group(const Dequantize& args, const GroupTile& tile, const TileGroup& group) {
-  const TilePlace place = place_of(args.in, tile);
-  const std::byte* const codes = place.codes_of(group.number);
-  float* const values = args.values + tile.element + group.begin;
-  if (args.in.format.code == Code::kBf16) {
-    bool marked = false;
+  float* const values = args.values + (tile.element - args.begin) + group.begin;
+  if (args.in.first.format.code == Code::kBf16) {
+    const std::byte* const from = place_of(args.in.first, tile).codes_of(group.number);
     for (std::int32_t i = 0; i < group.count; ++i) {
-      values[i] = to_float(loaded<Bf16>(codes + 2 * static_cast<std::ptrdiff_t>(i)));
-      marked |= magnitude_bits(values[i]) >= kInfinityBits;
+      values[i] = to_float(loaded<Bf16>(from + 2 * static_cast<std::ptrdiff_t>(i)));
     }
-    return marked;
+  } else {
+    sum_group(args.in, tile, group, values);
   }
-  const float scale = loaded_scale(place.scale_of(group.number), args.in.format.scale_dtype);
-  for (std::int32_t i = 0; i < group.count; ++i) {
-    values[i] = decoded(loaded_code(codes, i, args.in.format.code), scale);
-  }
-  return magnitude_bits(scale) >= kInfinityBits;
+  return std::any_of(values, values + group.count,
+                     [](float value) { return magnitude_bits(value) >= kInfinityBits; });
 }
 
 namespace {
@@ -223,9 +219,14 @@ void check(const Quantize& args) {
 }
 
 void check(const Dequantize& args) {
-  require_valid(args.in.format);
-  require(args.in.format.group_size == args.group_size, "dequantize", "a message of its group size",
-          std::to_string(args.in.format.group_size));
+  constexpr const char* kName = "dequantize";
+  const GroupFormat& format = args.in.first.format;
+  require_valid(format);
+  require(format.group_size == args.group_size, kName, "a message of its group size",
+          std::to_string(format.group_size));
+  require(args.in.count == 1 || (args.in.count > 1 && format.code != Code::kBf16), kName,
+          "one message, or several of integers",
+          std::to_string(args.in.count) + " of " + std::string(name(format.code)));
 }
 
 void set(std::atomic<std::uint32_t>* flag, bool marked) {

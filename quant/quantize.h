@@ -1,7 +1,7 @@
 // The kernels of block quantization with error feedback, each one pass over memory:
 //
 //   quantize    numbers, or the sum of received messages -> + error -> a message and the new error
-//   dequantize  a message -> numbers
+//   dequantize  a message, or the sum of received ones -> numbers
 //
 // The arithmetic is that of group_arithmetic.h, and the scalar functions below define it: the bits
 // do not depend on SIMD width, tile, thread or device [Note: levels and scales].
@@ -83,9 +83,10 @@ struct Quantize {
 struct Dequantize {
   std::span<const GroupTile> tiles;
   int group_size = 64;
-  Message in;
-  float* values = nullptr;  // writes values[tile.element + i]
-  std::atomic<std::uint32_t>* nonfinite = nullptr;
+  ReceivedMessages in;  // their sum, in their order; of format bf16 one alone
+  float* values = nullptr;
+  std::int64_t begin = 0;                           // to values[tile.element - begin + i]
+  std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 for a value that is not finite
 };
 
 // On the calling thread, in host memory. Also writes a message's padding, so that no earlier bytes

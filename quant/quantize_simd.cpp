@@ -282,11 +282,13 @@ struct FromReceived {
   using Decoder = typename Codes<kCode>::Decoder;
 
   FromReceived(const Quantize& args, const GroupTile& tile, const WholeGroups& groups)
-      : count(static_cast<std::size_t>(args.received.count)),
-        distance(static_cast<std::size_t>(args.received.distance)),
-        scale_dtype(args.received.first.format.scale_dtype) {
-    const TileGroup first = group_of(tile, args.group_size, groups.first);
-    const TilePlace place = place_of(args.received.first, tile);
+      : FromReceived(args.received, tile, groups) {}
+  FromReceived(const ReceivedMessages& received, const GroupTile& tile, const WholeGroups& groups)
+      : count(static_cast<std::size_t>(received.count)),
+        distance(static_cast<std::size_t>(received.distance)),
+        scale_dtype(received.first.format.scale_dtype) {
+    const TileGroup first = group_of(tile, received.first.format.group_size, groups.first);
+    const TilePlace place = place_of(received.first, tile);
     codes = place.codes_of(first.number);
     scales = place.scale_of(first.number);
   }
@@ -704,18 +706,19 @@ bool quantize_tiles(const Quantize& args) {
   return marked;
 }
 
+// Of one message, whose values are finite where its scales are.
 template <Code kCode>
 HWY_INLINE bool dequantize_whole(const Dequantize& args, const GroupTile& tile,
                                  const WholeGroups& groups) {
   const auto size = static_cast<std::size_t>(args.group_size);
   const TileGroup first = group_of(tile, args.group_size, groups.first);
-  const TilePlace place = place_of(args.in, tile);
+  const TilePlace place = place_of(args.in.first, tile);
   const std::byte* codes = place.codes_of(first.number);
   const std::byte* const scales = place.scale_of(first.number);
-  float* to = args.values + tile.element + groups.begin;
+  float* to = args.values + (tile.element - args.begin) + groups.begin;
   bool marked = false;
   for (std::size_t g = 0; g < groups.count(); ++g) {
-    const float scale = load_scale(scales, g, args.in.format.scale_dtype);
+    const float scale = load_scale(scales, g, args.in.first.format.scale_dtype);
     marked |= magnitude_bits(scale) >= kInfinityBits;
     const typename Codes<kCode>::Decoder decoder(scale);
     for (std::size_t i = 0; i < size;
@@ -731,13 +734,34 @@ HWY_INLINE bool dequantize_whole(const Dequantize& args, const GroupTile& tile,
   return marked;
 }
 
+// Of several, whose sum may be infinite where no group is marked.
+template <Code kCode>
+HWY_INLINE bool sum_whole(const Dequantize& args, const GroupTile& tile,
+                          const WholeGroups& groups) {
+  const auto size = static_cast<std::size_t>(args.group_size);
+  const FromReceived<kCode> source(args.in, tile, groups);
+  float* to = args.values + (tile.element - args.begin) + groups.begin;
+  VI largest = hn::Zero(DI());
+  for (std::size_t g = 0; g < groups.count(); ++g, to += size) {
+    Top top;
+    source.each_chunk(g, size, [&](std::size_t i, VF(&values)[kVectors]) HWY_ATTR {
+      top.take(values);
+      for (std::size_t k = 0; k < kVectors; ++k) {
+        hn::StoreU(values[k], DF(), to + i + k * kLanes);
+      }
+    });
+    largest = hn::Max(largest, hn::Max(top.largest[0], top.largest[1]));
+  }
+  return largest_lane(largest) >= kInfinityBits;
+}
+
 HWY_INLINE bool widen_whole(const Dequantize& args, const GroupTile& tile,
                             const WholeGroups& groups) {
   const std::size_t count = groups.count() * static_cast<std::size_t>(args.group_size);
   const TileGroup first = group_of(tile, args.group_size, groups.first);
   const auto* const from =
-      reinterpret_cast<const std::uint16_t*>(place_of(args.in, tile).codes_of(first.number));
-  float* const to = args.values + tile.element + groups.begin;
+      reinterpret_cast<const std::uint16_t*>(place_of(args.in.first, tile).codes_of(first.number));
+  float* const to = args.values + (tile.element - args.begin) + groups.begin;
   VI largest = hn::Zero(DI());
   for (std::size_t i = 0; i < count; i += kLanes) {
     const VF value = simd::decode_bf16(hn::LoadU(simd::DH(), from + i));
@@ -749,7 +773,8 @@ HWY_INLINE bool widen_whole(const Dequantize& args, const GroupTile& tile,
 
 bool dequantize_tiles(const Dequantize& args) {
   bool marked = false;
-  const Code code = args.in.format.code;
+  const Code code = args.in.first.format.code;
+  const bool sums = args.in.count > 1;
   for (const GroupTile& tile : args.tiles) {
     const WholeGroups groups(tile, args.group_size);
     for (std::int32_t g = 0; g < groups.all; ++g) {
@@ -757,12 +782,14 @@ bool dequantize_tiles(const Dequantize& args) {
         marked |= dequantize_group(args, tile, group_of(tile, args.group_size, g));
         continue;
       }
-      if (code == Code::kInt4) {
-        marked |= dequantize_whole<Code::kInt4>(args, tile, groups);
-      } else if (code == Code::kInt8) {
-        marked |= dequantize_whole<Code::kInt8>(args, tile, groups);
-      } else {
+      if (code == Code::kBf16) {
         marked |= widen_whole(args, tile, groups);
+      } else if (code == Code::kInt4) {
+        marked |= sums ? sum_whole<Code::kInt4>(args, tile, groups)
+                       : dequantize_whole<Code::kInt4>(args, tile, groups);
+      } else {
+        marked |= sums ? sum_whole<Code::kInt8>(args, tile, groups)
+                       : dequantize_whole<Code::kInt8>(args, tile, groups);
       }
       g = groups.end - 1;
     }

@@ -95,7 +95,7 @@ HSDP_HOST_DEVICE inline void write_fillers(const Message& message, const GroupTi
   }
 }
 
-// Quantizes one group of a tile. Returns whether it is marked.
+// One group of a tile. Returns whether it is marked, or has a value that is not finite.
 bool quantize_group(const Quantize& args, const GroupTile& tile, const TileGroup& group,
                     TileFigures* figures);
 bool dequantize_group(const Dequantize& args, const GroupTile& tile, const TileGroup& group);

@@ -181,7 +181,7 @@ void add_quantization(std::vector<Case>& cases, Quantized& memory) {
   }
   cases.push_back({"dequantize int4", message, 4 * n, [=, &memory] {
                      hsdp::quant::dequantize({.tiles = memory.map.tiles(),
-                                              .in = memory.message(0),
+                                              .in = {memory.message(0), 0, 1},
                                               .values = static_cast<float*>(memory.arrays->at(4))});
                    }});
 }

@@ -119,7 +119,7 @@ Case quantize_case(Arena& arena, std::shared_ptr<const Setup> setup, int rows, b
 Case dequantize_case(Arena& arena, std::shared_ptr<const Setup> setup) {
   const auto arguments = [=](const std::byte* in, std::byte* out, bool on_device) {
     return quant::Dequantize{.tiles = setup->tiles(on_device),
-                             .in = setup->message(kInt4, in, on_device),
+                             .in = {setup->message(kInt4, in, on_device), 0, 1},
                              .values = reinterpret_cast<float*>(out)};
   };
   Case made;
@@ -160,9 +160,10 @@ Case unfused_case(Arena& arena, std::shared_ptr<const Setup> setup, double fused
       cast_and_pack(args, arena.stream());
     };
     const auto decode = [&](const GroupFormat& format, const std::byte* from, float* to) {
-      quant::dequantize(
-          {.tiles = setup->tiles(true), .in = setup->message(format, from, true), .values = to},
-          arena.stream());
+      quant::dequantize({.tiles = setup->tiles(true),
+                         .in = {setup->message(format, from, true), 0, 1},
+                         .values = to},
+                        arena.stream());
     };
     const auto code = [&](const GroupFormat& format, const float* from, std::byte* to) {
       quant::quantize(

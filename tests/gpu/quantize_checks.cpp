@@ -206,11 +206,14 @@ std::string check_sums(Setting& setting, std::mt19937& random, const Stream& str
   return check_call(args, on_gpu, format, map, before, random, stream);
 }
 
+// One message, or the sum of several.
 std::string check_back(Setting& setting, std::mt19937& random, const Stream& stream) {
   GroupFormat format = setting.format;
   format.code = static_cast<quant::Code>(random() % 3);
+  const int count = format.code == quant::Code::kBf16 ? 1 : 1 + static_cast<int>(random() % 5);
   const MessageLayout layout(setting.map, format);
-  Guarded<std::byte> message(static_cast<std::size_t>(layout.cut().count()));
+  const std::int64_t size = layout.cut().count();
+  Guarded<std::byte> message(static_cast<std::size_t>(count * size));
   for (std::size_t i = 0; i < message.size(); ++i) {  // any bits are a message
     message[i] = static_cast<std::byte>(random());
   }
@@ -222,14 +225,15 @@ std::string check_back(Setting& setting, std::mt19937& random, const Stream& str
   auto tiles = on_device(setting.map.tiles(), stream);
   std::atomic<std::uint32_t> flag = 0;
   const Flag device_flag = make_flag(stream.device());
-  quant::dequantize_reference({.tiles = setting.map.tiles(),
-                               .group_size = format.group_size,
-                               .in = {format, message.data(), 0, layout.rows().data()},
-                               .values = expected.data(),
-                               .nonfinite = &flag});
+  quant::dequantize_reference(
+      {.tiles = setting.map.tiles(),
+       .group_size = format.group_size,
+       .in = {{format, message.data(), 0, layout.rows().data()}, size, count},
+       .values = expected.data(),
+       .nonfinite = &flag});
   quant::dequantize({.tiles = {tiles.data(), setting.map.tiles().size()},
                      .group_size = format.group_size,
-                     .in = {format, device_message.data(), 0, rows.data()},
+                     .in = {{format, device_message.data(), 0, rows.data()}, size, count},
                      .values = device_values.data(),
                      .nonfinite = device_flag.get()},
                     stream);
@@ -259,7 +263,7 @@ std::vector<Check> quantize_checks(Effort effort) {
   return {
       made("quantize: values", rounds, check_values),
       made("quantize: sums of received messages", rounds, check_sums),
-      made("dequantize: any message", rounds, check_back),
+      made("dequantize: any messages", rounds, check_back),
   };
 }
 

@@ -133,7 +133,7 @@ void check(const Fields& fields, void (*quantize_kernel)(const Quantize&),
   std::atomic<std::uint32_t> nan_seen = 0;
   dequantize_kernel({.tiles = map.tiles(),
                      .group_size = format.group_size,
-                     .in = {format, message.data(), 0, layout.rows().data()},
+                     .in = {{format, message.data(), 0, layout.rows().data()}, 0, 1},
                      .values = back.data(),
                      .nonfinite = &nan_seen});
   EXPECT_EQ(difference(back, decoded, "decoded element"), "");

@@ -2,8 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
+#include <optional>
 #include <random>
+#include <utility>
 
 #include "hsdp/error.h"
 #include "quant/quantize_tile.h"
@@ -15,9 +18,17 @@ namespace {
 // Parameter, offset in it, place in the bucket, elements, owner.
 using OneGroup = std::array<std::int64_t, 5>;
 
-// Element by element: a new group begins with every run and at every multiple of the size.
+// The row of a cut that an element lies in.
+int row_of(const RowCut& cut, std::int64_t element) {
+  int row = 0;
+  while (element >= cut.begin(row) + cut.length(row)) ++row;
+  return row;
+}
+
+// Element by element: a new group begins with every run and at every multiple of the size. Without
+// a cut the groups are dealt out.
 std::vector<OneGroup> groups_by_element(const std::vector<ParameterRange>& runs, int size,
-                                        int owners) {
+                                        int owners, const std::optional<RowCut>& cut) {
   std::int64_t total = 0;
   for (const ParameterRange& run : runs) total += run.count;
   const std::int64_t row = (total + owners - 1) / owners;
@@ -26,7 +37,8 @@ std::vector<OneGroup> groups_by_element(const std::vector<ParameterRange>& runs,
   for (const ParameterRange& run : runs) {
     for (std::int64_t i = 0; i < run.count; ++i, ++position) {
       if (i == 0 || (run.flat_offset + i) % size == 0) {
-        groups.push_back({run.parameter, run.flat_offset + i, run.offset + i, 0, position / row});
+        groups.push_back({run.parameter, run.flat_offset + i, run.offset + i, 0,
+                          cut ? row_of(*cut, run.offset + i) : position / row});
       }
       ++groups.back()[3];
     }
@@ -34,13 +46,39 @@ std::vector<OneGroup> groups_by_element(const std::vector<ParameterRange>& runs,
   return groups;
 }
 
+// Cuts the bucket's memory over owners, of whom some get nothing, and the runs where it is cut.
+RowCut cut_over(int owners, std::vector<ParameterRange>& runs, std::mt19937& random) {
+  const auto end = static_cast<unsigned>(runs.back().offset + runs.back().count);
+  std::vector<std::int64_t> offsets{0, end};
+  while (std::ssize(offsets) <= owners) offsets.push_back(random() % (end + 1));
+  std::ranges::sort(offsets);
+  std::vector<ParameterRange> parts;
+  for (ParameterRange run : runs) {
+    for (const std::int64_t offset : offsets) {
+      const std::int64_t count = offset - run.offset;
+      if (count <= 0 || count >= run.count) continue;
+      parts.push_back(run);
+      parts.back().count = count;
+      run.offset += count;
+      run.flat_offset += count;
+      run.count -= count;
+    }
+    parts.push_back(run);
+  }
+  runs = parts;
+  return RowCut(std::move(offsets));
+}
+
 TEST(GroupMap, CutsRunsIntoTheGroupsThatTheRuleSays) {
   std::mt19937 random(3);
-  for (int round = 0; round < 400; ++round) {
+  for (int round = 0; round < 800; ++round) {
     const int size = std::vector{32, 64, 96, 128, 1024, 4096}[random() % 6];
     const int owners = 1 + static_cast<int>(random() % 8);
-    const std::vector<ParameterRange> runs = some_runs(random, size);
-    const GroupMap map(runs, size, owners);
+    std::vector<ParameterRange> runs = some_runs(random, size);
+    std::optional<RowCut> cut;
+    if (round % 2 == 1) cut = cut_over(owners, runs, random);
+    const GroupMap map = cut ? GroupMap(runs, size, *cut) : GroupMap(runs, size, owners);
+    ASSERT_EQ(map.owners(), owners);
     std::vector<OneGroup> found;
     std::int64_t elements = 0;
     std::int64_t int4_bytes = 0;
@@ -61,7 +99,7 @@ TEST(GroupMap, CutsRunsIntoTheGroupsThatTheRuleSays) {
       }
       elements += tile.count;
     }
-    ASSERT_EQ(found, groups_by_element(runs, size, owners)) << "round " << round;
+    ASSERT_EQ(found, groups_by_element(runs, size, owners, cut)) << "round " << round;
     EXPECT_EQ(map.element_count(), elements);
     EXPECT_EQ(map.group_count(), std::ssize(found));
     std::size_t tiles = 0;

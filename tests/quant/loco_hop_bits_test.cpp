@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <random>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -31,11 +32,47 @@ struct Configuration {
   std::vector<std::vector<ParameterRange>> buckets;
   int steps = 4;
   bool mixed = false;  // excluded parameters share buckets with others, as in rows of replica_hook
+  // Each replica gets its part alone: how the buckets are cut, everywhere or at groups, and where
+  // that cuts parameters.
+  bool scatters = false;
+  bool cuts_anywhere = false;
+  std::vector<RowCut> cuts;
+  std::vector<std::set<std::int64_t>> group_cuts;
+  Dtype plain_wire = Dtype::kF32;
 };
 
 template <class T>
 T one_of(std::mt19937& random, const std::vector<T>& choices) {
   return choices[random() % choices.size()];
+}
+
+// How a bucket is cut over the replicas, of whom some get nothing; its ranges are cut there.
+RowCut cut_over_replicas(Configuration& made, std::vector<ParameterRange>& ranges,
+                         std::mt19937& random) {
+  std::vector<std::int64_t> begins{0};
+  const std::int64_t end = ranges.back().offset + ranges.back().count;
+  std::vector<ParameterRange> parts;
+  for (ParameterRange range : ranges) {
+    while (std::ssize(begins) < made.replicas && random() % 3 != 0) {
+      auto count = static_cast<std::int64_t>(random() % static_cast<unsigned>(range.count + 1));
+      if (!made.cuts_anywhere) {
+        const std::int64_t cut = padded(range.flat_offset + count, made.options.group_size);
+        count = std::min(range.count, cut - range.flat_offset);
+      }
+      begins.push_back(range.offset + count);
+      if (count == 0) continue;
+      parts.push_back(range);
+      parts.back().count = count;
+      range.offset += count;
+      range.flat_offset += count;
+      range.count -= count;
+      made.group_cuts[static_cast<std::size_t>(range.parameter)].insert(range.flat_offset);
+    }
+    if (range.count > 0) parts.push_back(range);
+  }
+  ranges = parts;
+  begins.resize(static_cast<std::size_t>(made.replicas) + 1, end);
+  return RowCut(std::move(begins));
 }
 
 // Excluded ones in buckets of their own, unless mixed; large ones may be cut over two, at groups.
@@ -55,7 +92,12 @@ void cut_into_buckets(Configuration& made, std::mt19937& random) {
     }
   }
   made.buckets.clear();
-  for (auto& [number, ranges] : buckets) made.buckets.push_back(std::move(ranges));
+  made.cuts.clear();
+  made.group_cuts.assign(made.counts.size(), {0});
+  for (auto& [number, ranges] : buckets) {
+    if (made.scatters) made.cuts.push_back(cut_over_replicas(made, ranges, random));
+    made.buckets.push_back(std::move(ranges));
+  }
 }
 
 Configuration random_configuration(std::mt19937& random) {
@@ -74,7 +116,10 @@ Configuration random_configuration(std::mt19937& random) {
   options.stochastic_error = options.error_dtype == Dtype::kU8 && random() % 3 == 0;
   options.seed = random();
   if (random() % 3 == 0) options.exclude = {"*norm*"};
-  made.mixed = random() % 2 == 0;
+  made.scatters = random() % 2 == 0;
+  made.cuts_anywhere = random() % 2 == 0;
+  if (made.scatters && random() % 2 == 0) made.plain_wire = Dtype::kBf16;
+  made.mixed = !made.scatters && random() % 2 == 0;
   made.replicas = 2 + static_cast<int>(random() % 7);
   made.steps = 3 + static_cast<int>(random() % 4);
   const std::size_t count = 1 + random() % 5;
@@ -132,20 +177,29 @@ HopPlan plan_of(const Configuration& made) {
     plan.parameters.push_back({made.names[p], {made.counts[p]}});
   }
   plan.ranges = made.buckets;
-  plan.wires.assign(made.buckets.size(), Dtype::kF32);
+  plan.wires.assign(made.buckets.size(), made.plain_wire);
+  plan.cuts = made.cuts;
+  for (const RowCut& cut : made.cuts) {
+    plan.data.push_back({{nullptr, cut.count(), Dtype::kF32, {}}});
+  }
   plan.replicate_size = made.replicas;
   return plan;
 }
+
+constexpr float kOfAnother = 1234567.0F;  // an element of another replica's part
 
 // All reductions of a step on one replica; what stands in the end, by parameter.
 std::vector<Floats> run_step(LocoHop& hop, const Configuration& made, const Step& step, int replica,
                              std::atomic<std::uint32_t>& nonfinite) {
   std::vector<Floats> sums;
-  for (const std::int64_t count : made.counts) sums.emplace_back(static_cast<std::size_t>(count));
+  for (const std::int64_t count : made.counts) {
+    sums.emplace_back(static_cast<std::size_t>(count), kOfAnother);
+  }
   Stream stream = Stream::inline_host();
   for (std::size_t k = 0; k < step.reductions.size(); ++k) {
     const Reduction& reduction = step.reductions[k];
     std::vector<Floats> memory;
+    std::vector<Floats> parts;
     std::vector<Event> events;
     for (std::size_t b = 0; b < made.buckets.size(); ++b) {
       const std::vector<ParameterRange>& ranges = made.buckets[b];
@@ -164,6 +218,12 @@ std::vector<Floats> run_step(LocoHop& hop, const Configuration& made, const Step
       HopBucket bucket;
       bucket.bucket = number;
       bucket.data = {memory[b].data(), std::ssize(memory[b]), Dtype::kF32, {}};
+      if (made.scatters) {
+        Floats& part =
+            parts.emplace_back(static_cast<std::size_t>(made.cuts[b].length(replica)), 9.0F);
+        bucket.part = {part.data(), std::ssize(part), Dtype::kF32, {}};
+        bucket.arithmetic.wire = made.plain_wire;
+      }
       bucket.arithmetic.mean_divisor = reduction.divisor;
       if (made.mixed) bucket.arithmetic.divisor = reduction.divisor;
       bucket.nonfinite = &nonfinite;
@@ -172,10 +232,14 @@ std::vector<Floats> run_step(LocoHop& hop, const Configuration& made, const Step
     }
     for (std::size_t b = 0; b < made.buckets.size(); ++b) {
       events[b].wait();
+      const std::int64_t begin = made.scatters ? made.cuts[b].begin(replica) : 0;
+      const Floats& result = made.scatters ? parts[b] : memory[b];
       for (const ParameterRange& range : made.buckets[b]) {
+        if (range.offset < begin || range.offset >= begin + std::ssize(result)) continue;
         Floats& sum = sums[static_cast<std::size_t>(range.parameter)];
         for (std::int64_t i = 0; i < range.count; ++i) {
-          const float value = memory[b][static_cast<std::size_t>(range.offset + i)];
+          const float value = result[static_cast<std::size_t>(range.offset - begin + i)];
+          EXPECT_TRUE(std::isfinite(value) || nonfinite != 0);
           float& place = sum[static_cast<std::size_t>(range.flat_offset + i)];
           place = k == 0 ? value : place + value;
         }
@@ -203,9 +267,17 @@ bool same(float a, float b) {
 Floats plain_sum(const Configuration& made, const Step& step, std::size_t parameter) {
   Floats all;
   for (const Reduction& reduction : step.reductions) {
-    Floats total = reduction.sums[0][parameter];
-    for (std::size_t r = 1; r < reduction.sums.size(); ++r) {
-      for (std::size_t i = 0; i < total.size(); ++i) total[i] += reduction.sums[r][parameter][i];
+    Floats total;
+    for (const std::vector<Floats>& sums : reduction.sums) {
+      Floats sent = sums[parameter];
+      if (made.plain_wire == Dtype::kBf16) {
+        for (float& value : sent) value = to_float(to_bf16(value));
+      }
+      if (total.empty()) {
+        total = sent;
+      } else {
+        for (std::size_t i = 0; i < total.size(); ++i) total[i] += sent[i];
+      }
     }
     if (made.mixed) {
       for (float& value : total) value = value / reduction.divisor;
@@ -222,9 +294,13 @@ Floats plain_sum(const Configuration& made, const Step& step, std::size_t parame
 LocoReference reference_of(const Configuration& made) {
   std::vector<LocoReference::Parameter> parameters;
   for (std::size_t p = 0; p < made.names.size(); ++p) {
-    parameters.push_back({made.names[p], {0, made.counts[p]}, static_cast<int>(p)});
+    std::set<std::int64_t> cuts = made.group_cuts[p];
+    cuts.insert(made.counts[p]);
+    parameters.push_back({made.names[p], {cuts.begin(), cuts.end()}, static_cast<int>(p)});
   }
-  return {made.options, made.replicas, std::move(parameters)};
+  LocoReference reference(made.options, made.replicas, std::move(parameters));
+  reference.set_gathers(!made.scatters);
+  return reference;
 }
 
 // What all replicas end a step with, and how it ends.
@@ -265,10 +341,11 @@ bool run_and_compare(LocoHop& hop, const Configuration& made, const Step& step, 
   const std::vector<Floats> found = run_step(hop, made, step, replica, nonfinite);
   for (std::size_t p = 0; p < found.size(); ++p) {
     for (std::size_t i = 0; i < found[p].size(); ++i) {
+      if (made.scatters && found[p][i] == kOfAnother) continue;
       if (same(found[p][i], expected.means[p][i])) continue;
       ADD_FAILURE() << label << ", " << made.names[p] << "[" << i << "]: " << found[p][i] << " for "
                     << expected.means[p][i] << "; " << describe(made.options) << ", "
-                    << made.replicas << " replicas";
+                    << made.replicas << " replicas" << (made.scatters ? ", scattered" : "");
       return false;
     }
   }
@@ -280,34 +357,49 @@ bool run_and_compare(LocoHop& hop, const Configuration& made, const Step& step, 
 
 class LocoHopOn : public ::testing::TestWithParam<test::Path> {};
 
-// In every other round the buckets change in the middle of it, as when parameters are frozen.
+// In every other round the buckets change in the middle of it, as when parameters are frozen, or
+// the hop goes to an owner whose results are cut otherwise.
 TEST_P(LocoHopOn, EqualsTheReferenceAlsoWhereBucketsChange) {
   std::mt19937 random(11);
-  for (int round = 0; round < 80; ++round) {
+  for (int round = 0; round < 120; ++round) {
     const bool moves = round % 2 == 1;
     Configuration made = random_configuration(random);
+    if (moves && made.cuts_anywhere) {  // groups stay
+      made.cuts_anywhere = false;
+      cut_into_buckets(made, random);
+    }
     const std::vector<Step> steps = random_steps(made, random);
+    LocoReference reference = reference_of(made);
     std::vector<Configuration> cuts;
     std::vector<HopPlan> plans;
+    std::vector<Expected> expected;
     for (std::size_t s = 0; s < steps.size(); ++s) {
-      if (moves && random() % 3 != 0) cut_into_buckets(made, random);
+      if (moves && random() % 3 != 0) {
+        if (!made.mixed && random() % 3 == 0) made.scatters = !made.scatters;
+        if (!made.scatters) made.plain_wire = Dtype::kF32;
+        cut_into_buckets(made, random);
+      }
       cuts.push_back(made);
       plans.push_back(plan_of(made));
+      reference.set_gathers(!made.scatters);
+      expected.push_back(run_step(reference, made, steps[s]));
     }
-    LocoReference reference = reference_of(made);
-    const std::vector<Expected> expected = run_steps(reference, made, steps);
     test::run_world({.size = made.replicas, .path = GetParam()}, [&](Communicator& world) {
       LocoHop hop(made.options);
       Communicator gather = world.split(0, world.rank());
       for (std::size_t s = 0; s < steps.size(); ++s) {
         const std::string label = "round " + std::to_string(round) + ", step " + std::to_string(s);
-        const bool is_another_owner = moves && s == 2;  // of the same replicas
+        // Of the same replicas. Buckets of parts change with the owner alone.
+        const bool is_another_owner =
+            moves && s > 0 && (s == 2 || cuts[s - 1].scatters || cuts[s].scatters);
         if (moves || s == 0) hop.prepare(plans[s]);
         if (is_another_owner) {
           hop.bind({}, {});
           hop.prepare(plans[s]);
         }
-        if (is_another_owner || s == 0) hop.bind(world, gather);
+        if (is_another_owner || s == 0) {
+          hop.bind(world, hop.needs_gather_group() ? gather : Communicator());
+        }
         if (!run_and_compare(hop, cuts[s], steps[s], world.rank(), expected[s], label)) return;
       }
       EXPECT_EQ(hop.steps(), reference.steps());
@@ -353,7 +445,10 @@ TEST(LocoHop, LoadsWhatAnotherOneHasSaved) {
       next.options.error_dtype = one_of(random, std::vector{Dtype::kU8, Dtype::kF32});
       next.options.stochastic_error = false;
     }
+    next.scatters = !next.mixed && random() % 2 == 0;
+    if (!next.scatters) next.plain_wire = Dtype::kF32;
     cut_into_buckets(next, random);
+    const bool lacks_half = made.scatters && !next.scatters && next.options.gather != Code::kBf16;
     const std::vector<Step> more = random_steps(next, random);
     const bool before_bind = random() % 2 == 0;
 
@@ -382,7 +477,7 @@ TEST(LocoHop, LoadsWhatAnotherOneHasSaved) {
     test::run_world({.size = next.replicas}, [&](Communicator& world) {
       LocoHop hop(next.options);
       const HopPlan plan = plan_of(next);
-      if (before_bind) hop.load_state(all.state);
+      if (before_bind) hop.load_state(all.state, !lacks_half);
       hop.prepare(plan);
       hop.bind(world, world.split(0, world.rank()));
       if (!before_bind) {  // what this rank needs will do
@@ -393,7 +488,10 @@ TEST(LocoHop, LoadsWhatAnotherOneHasSaved) {
         std::erase_if(part, [&](const HopState& one) {
           return std::ranges::find(wanted, one.key) == wanted.end();
         });
-        hop.load_state(part);
+        for (const std::string& key : wanted) {
+          EXPECT_FALSE(next.scatters && key.find("/gather/") != std::string::npos) << key;
+        }
+        hop.load_state(part, !lacks_half);
       }
       EXPECT_EQ(hop.steps(), reference.steps());
       for (std::size_t s = 0; s < more.size(); ++s) {

@@ -27,7 +27,12 @@ struct Outcome {
 
 using RunMesh = std::function<void(MeshShape shape, const MeshBody& body)>;
 
-std::vector<Outcome> outcomes_of(const RunMesh& run, MeshShape shape, const LocoOptions& options) {
+struct LocoCase {
+  LocoOptions options{};
+  ShardOver shard_over = ShardOver::kShard;
+};
+
+std::vector<Outcome> outcomes_of(const RunMesh& run, MeshShape shape, const LocoCase& row) {
   std::vector<Sync> schedule;
   for (std::size_t s = 0; s < kSteps; ++s)
     schedule.insert(schedule.end(), {Sync::kShard, Sync::kAll});
@@ -36,8 +41,8 @@ std::vector<Outcome> outcomes_of(const RunMesh& run, MeshShape shape, const Loco
   std::vector<Outcome> outcomes(static_cast<std::size_t>(shape.size()));
   run(shape, [&](const Mesh& mesh) {
     Outcome& outcome = outcomes[static_cast<std::size_t>(mesh.rank())];
-    const auto hop = std::make_shared<LocoHop>(options);
-    Reducer reducer(mesh, {.bucket_bytes = 8192, .replica_hop = hop});
+    const auto hop = std::make_shared<LocoHop>(row.options);
+    Reducer reducer(mesh, {.bucket_bytes = 8192, .replica_hop = hop, .shard_over = row.shard_over});
     GpuRank rank(reducer, all, mesh);
     for (std::size_t s = 0; s < kSteps; ++s) {
       rank.run_microbatch(2 * s);
@@ -54,7 +59,7 @@ std::vector<Outcome> outcomes_of(const RunMesh& run, MeshShape shape, const Loco
   return outcomes;
 }
 
-class CudaLoco : public ::testing::TestWithParam<LocoOptions> {};
+class CudaLoco : public ::testing::TestWithParam<LocoCase> {};
 
 TEST_P(CudaLoco, HasTheBitsOfTheHost) {
   const RunMesh on_host = [](auto shape, const auto& body) { run_mesh(shape, body); };
@@ -78,11 +83,13 @@ TEST_P(CudaLoco, HasTheBitsOfTheHost) {
 
 INSTANTIATE_TEST_SUITE_P(
     Options, CudaLoco,
-    ::testing::Values(LocoOptions{}, LocoOptions{.reset_T = 2},
-                      LocoOptions{
-                          .bits = 8, .error_dtype = Dtype::kF32, .gather = quant::Code::kBf16},
-                      LocoOptions{.exclude = {"matrix"}, .stochastic_error = true},
-                      LocoOptions{.error_feedback = false}));
+    ::testing::Values(
+        LocoCase{}, LocoCase{{.reset_T = 2}},
+        LocoCase{{.bits = 8, .error_dtype = Dtype::kF32, .gather = quant::Code::kBf16}},
+        LocoCase{{.exclude = {"matrix"}, .stochastic_error = true}},
+        LocoCase{{.error_feedback = false}}, LocoCase{{.reset_T = 2}, ShardOver::kMesh},
+        LocoCase{{.bits = 8, .exclude = {"matrix"}, .warmup_steps = 1, .stochastic_error = true},
+                 ShardOver::kMesh}));
 
 }  // namespace
 }  // namespace hsdp::test

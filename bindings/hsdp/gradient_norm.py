@@ -59,10 +59,10 @@ def norm(reducers: list[Any], norm_type: float) -> Any:
         )
     on_host = reducers[0]._mesh.device == "cpu"
     combine = _norm_on_host if on_host else _norm_on_gpu
-    meshes = {id(one._mesh): one._mesh for one in reducers}
+    groups = {id(one._slice_group): one._slice_group for one in reducers}
     parts = [
-        combine(_results([one for one in reducers if one._mesh is mesh]), norm_type, mesh.shard_group)
-        for mesh in meshes.values()
+        combine(_results([one for one in reducers if one._slice_group is group]), norm_type, group)
+        for group in groups.values()
     ]
     together: Any = sum(parts[1:], parts[0]) if norm_type == 1 else _maximum(parts)
     return together

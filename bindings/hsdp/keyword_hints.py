@@ -81,6 +81,12 @@ OPTIMIZER = {
     "mesh": "the mesh is that of the Reducer; leave it out",
 }
 
+#: for hsdp.torch.replica_hook
+REPLICA_HOOK = {
+    "shard_over": "FSDP2 updates all of a replica's slices, so each replica needs the whole total; "
+    "hsdp.zero.ShardedOptimizer has it",
+}
+
 #: for hsdp.init_mesh
 MESH = {
     "backend": 'engine="host", "nccl" or "mpi"',

@@ -15,6 +15,7 @@ AccumulateDtype: TypeAlias = Literal["f32", "param"]
 AccumulateOn: TypeAlias = Literal["device", "host"]
 Reduction: TypeAlias = Literal["exact", "native"]
 DivideBy: TypeAlias = Literal["ranks", "ranks*microbatches"]
+ShardOver: TypeAlias = Literal["shard", "mesh"]
 
 # For its microbatches and windows.
 Sync: TypeAlias = Literal["none", "shard", "all"]

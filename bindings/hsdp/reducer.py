@@ -30,6 +30,7 @@ from hsdp.options import (
     Missing,
     PartialSync,
     Reduction,
+    ShardOver,
     Sync,
 )
 from hsdp.parameter import Parameter
@@ -42,6 +43,7 @@ from hsdp.weak_calls import WeakCalls
 if TYPE_CHECKING:
     import torch
 
+    from hsdp.communicator import Communicator
     from hsdp.attachment import Attachment
     from hsdp.uneven import UnevenLoop
 
@@ -79,6 +81,9 @@ class Reducer(ReducerResults, Closing):
     - `reduction`: "exact" (the same bits everywhere), or "native" (nccl only).
     - `divide_by`: "ranks", or "ranks*microbatches" for the mean over microbatches, too; each pass of a
       window counts.
+    - `shard_over`: "shard": every replica has the whole result, cut into slices over its shard group.
+      "mesh": each replica has only its part of those slices, so optimizer states are cut over all ranks
+      and half as much travels between replicas. With one replica both are the same.
     - `verify_every`: in every Nth step the replicas compare the bits of its result. A difference raises
       a `MismatchError`, before the result can be read, with the parameter and the ranks. 0: never.
     - `replica_hop`: another hop between replicas, such as `hsdp.quant.LocoHop`; None: the plain one.
@@ -115,6 +120,7 @@ class Reducer(ReducerResults, Closing):
         accumulate_on: AccumulateOn = "device",
         divide_by: DivideBy = "ranks",
         verify_every: int = 0,
+        shard_over: ShardOver = "shard",
         name: str | None = None,
     ) -> None:
         self._name = name or None
@@ -138,9 +144,11 @@ class Reducer(ReducerResults, Closing):
             "replica_hop": replica_hop,
             "divide_by": divide_by,
             "verify_every": _whole(verify_every, "verify_every"),
+            "shard_over": shard_over,
         }
         self._handle = _hsdp.Reducer(self._mesh._handle, options)
         self._layout: Layout = layout
+        self._shard_over: ShardOver = shard_over
         self._attachments: list[Attachment] = []
         self._is_agreed = True  # whether attachments are known to be the same on every rank
         # Called before the ranks compare their words, and may change them.
@@ -173,6 +181,25 @@ class Reducer(ReducerResults, Closing):
     def layout(self) -> Layout:
         """How parameters are cut into slices: "flat", "dim0" or "whole"."""
         return self._layout
+
+    @property
+    def shard_over(self) -> ShardOver:
+        """Over which ranks results are cut into slices: "shard" or "mesh"."""
+        return self._shard_over
+
+    def _set_shard_over(self, over: ShardOver) -> None:
+        self._handle.set_shard_over(over)
+        self._shard_over = over
+
+    # Whose slices are the whole, each once.
+    @property
+    def _slice_group(self) -> Communicator:
+        group: Communicator = self._mesh.world if self._is_over_mesh else self._mesh.shard_group
+        return group
+
+    @property
+    def _is_over_mesh(self) -> bool:
+        return self._shard_over == "mesh" and bool(self._mesh.replicate_size > 1)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:

@@ -72,6 +72,11 @@ def test_overlap_gather(run: Run, tmp_path: pathlib.Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_mesh_wide(run: Run) -> None:
+    output = run(4, EXAMPLES / "mesh_wide.py", "--width", "128", "--steps", "2")
+    assert "the same bits" in output
+
+
 def test_cached_contrastive(run: Run) -> None:
     output = run(2, EXAMPLES / "cached_contrastive.py", "--steps", "20")
     assert "by rank: 8, 14; its collectives: reduce_scatter_count 1, all_reduce_count 0" in output

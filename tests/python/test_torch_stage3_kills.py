@@ -88,6 +88,7 @@ def train_until_one_dies(seed: int, folder: str) -> list[Any]:
             torch.optim.AdamW, model, reducer, stage=3, lr=0.01, persistence_threshold=100,
             reshard_after_forward=generator.choice([True, False]),
             prefetch_bytes=generator.choice([None, 0, 1 << 20]),
+            shard_over=generator.choice(["shard", "mesh"]),
         )
         if mesh.rank == victim:
             place(Death(calls, path), phase, model, optimizer)

@@ -44,11 +44,12 @@ def printed(run: Run, block: str, folder: pathlib.Path) -> float:
 
 
 def test_the_examples(page: str, run: Run, tmp_path: pathlib.Path) -> None:
-    window, optimizer, matrices, sharded, meta, checkpoint, gather = python_blocks(page)
+    window, optimizer, matrices, sharded, meta, over_mesh, checkpoint, gather = python_blocks(page)
     assert printed(run, window, tmp_path) < 3  # from 4.2, the logarithm of 64
     assert printed(run, optimizer, tmp_path) > 0
     assert 1 < printed(run, matrices, tmp_path) < 2
     assert printed(run, sharded, tmp_path) == 16 * 256 + 256 + 4 * (256 * 256 + 256) + 256 + 1
     assert -0.25 < printed(run, meta, tmp_path) < -0.24  # of 16 inputs
+    assert printed(run, over_mesh, tmp_path) == 16 * 64 + 64 + 64 + 1
     for part in (checkpoint, gather):  # of a loop
         compile(part, "part", "exec")

@@ -30,6 +30,11 @@ def shard_dtensor(reducer: Reducer, name: str, device_mesh: DeviceMesh | None = 
             f"reducer: shard_dtensor: expected layout 'dim0', got '{reducer.layout}'; make the "
             "Reducer with layout='dim0', whose slices are whole rows"
         )
+    if reducer._is_over_mesh:
+        raise UsageError(
+            "reducer: shard_dtensor: expected slices that every replica has, got shard_over='mesh'; "
+            "make the Reducer with shard_over='shard'"
+        )
     parameter = next((p for p in reducer.parameters if p.name == name), None)
     is_complex = parameter is not None and parameter.is_complex
     shape = None if parameter is None else parameter.shape[:-1] if is_complex else parameter.shape

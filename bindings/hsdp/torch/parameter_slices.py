@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -56,6 +56,10 @@ class ParameterSlice:
         self.master: torch.nn.Parameter  # of master_dtype; if the parameter has that dtype, it is `own`
         self.gradient: torch.Tensor  # the Reducer's shard, which stays in place
         self.stored: torch.Tensor  # if it is released: what gathers read
+        #: if it is released and sharded over the mesh: the shard rank's slice, of which this is a part
+        self.shard: ShardSlice | None = None
+        if is_released and reducer._is_over_mesh:
+            self.shard = ShardSlice(self, parts)
         if not is_released:
             self.bind()
 
@@ -113,11 +117,19 @@ class ParameterSlice:
         """If it is released: the slice in the parameter's dtype."""
         return self.stored.detach().to(self.parameter.dtype)
 
+    @property
+    def is_copied_to_store(self) -> bool:
+        """If it is released: whether gathers read a rounded copy of the master."""
+        return self.offloaded or self.shard is not None
+
+    def arrive(self) -> None:
+        """Does nothing: this rank alone updates it."""
+
     def take(self) -> None:
         """If it will be released: takes its first values from the parameter."""
         values = self.part_of(self.parameter.data)
         self.master.detach().view(-1).copy_(values)
-        if self.offloaded:
+        if self.is_copied_to_store:
             self.stored.copy_(values)
 
     def take_over(self, values: torch.Tensor) -> None:
@@ -126,13 +138,50 @@ class ParameterSlice:
         """
         master = self.master.detach().reshape(-1)
         if self.is_rounded:
-            written = differ(values, self.rounded())
-            values, written = values.to(master.device), written.to(master.device)
-            master.copy_(torch.where(written, values.float(), master))
+            there = values.to(master.device)
+            written = differ(there, master.to(values.dtype))
+            master.copy_(torch.where(written, there.float(), master))
         else:
             master.copy_(values)
-        if self.offloaded:
+        if self.is_copied_to_store:
             self.stored.copy_(values)
+
+
+class ShardSlice:
+    """A shard rank's slice of a released parameter, of which each replica updates a part."""
+
+    def __init__(self, part: ParameterSlice, parts_of_number: int) -> None:
+        self.name = part.name
+        self.parameter = part.parameter
+        self.reducer = part.reducer
+        offset, count = part.reducer._handle.shard_slice(part.name)
+        #: in elements of the parameter
+        self.offset, self.count = offset // parts_of_number, count // parts_of_number
+        self._part = part
+        self.stored: torch.Tensor  # flat, of the parameter's dtype
+        #: waits for the other replicas' parts
+        self.arrive: Callable[[], None] = lambda: None
+
+    def part_of(self, values: torch.Tensor) -> torch.Tensor:
+        """The elements of the slice that this replica updates."""
+        begin = self._part.offset - self.offset
+        return values[begin : begin + self._part.count]
+
+    def rounded(self) -> torch.Tensor:
+        """The stored values, which have the parameter's dtype."""
+        self.arrive()
+        return self.stored
+
+    def take(self) -> None:
+        """Takes its first values from the parameter."""
+        self._part.take()
+        self.stored.copy_(flat_part(self.parameter.data, self.offset, self.count))
+
+    def take_over(self, values: torch.Tensor) -> None:
+        """Takes new values, in the parameter's dtype. Unchanged elements keep the precision of the master."""
+        self.arrive()
+        self._part.take_over(self.part_of(values))
+        self.stored.copy_(values)
 
 
 def memory_of(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -267,23 +316,30 @@ class Masters(SliceMasters):
 
 
 class StoredMasters(SliceMasters):
-    """Masters of released parameters, the only copy of their values. Gathers read them or, if they are
-    offloaded, their rounded values, which stay on the device. They are unset until `take` of each
-    slice. A unit itself reports when it was written to.
+    """Masters of released parameters, the only copy of their values. Gathers read them. If they are
+    offloaded, or a part of a slice that is sharded over the mesh, gathers read their rounded values, which
+    stay on the device. They are unset until `take` of each slice. A unit itself reports when it was written
+    to.
     """
 
     def __init__(self, slices: list[ParameterSlice]) -> None:
         super().__init__(slices)
-        self._stored = self._flat
-        if self._offloaded:
+        counts = [one.count if one.shard is None else one.shard.count for one in slices]
+        stored = self._flat
+        if slices[0].is_copied_to_store:
             first = slices[0]
-            self._stored = torch.empty(
-                sum(self._counts), dtype=first.parameter.dtype, device=first.reducer.mesh.device
+            stored = torch.empty(
+                sum(counts), dtype=first.parameter.dtype, device=first.reducer.mesh.device
             )
-        for one, part in zip(slices, self._stored.split(self._counts), strict=True):
+        for one, part in zip(slices, stored.split(counts), strict=True):
             one.stored = part
+            if one.shard is not None:
+                one.shard.stored = part
+                one.stored = one.shard.part_of(part)
 
     def load_parameters(self) -> None:
         """Gathers read rounded copies of the masters."""
-        if self._offloaded:
-            self._stored.copy_(self._flat)
+        if self.slices[0].is_copied_to_store:
+            private_torch.foreach_copy_(
+                [one.stored for one in self.slices], list(self._flat.split(self._counts))
+            )

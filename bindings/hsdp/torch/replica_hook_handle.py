@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hsdp import _hsdp
 from hsdp.errors import UsageError
+from hsdp.keyword_hints import REPLICA_HOOK, hinting
 from hsdp.mesh import Mesh, as_mesh
 from hsdp.torch import private_torch, unreduced_gradient_guard
 from hsdp.torch.fsdp_parameter_group import fsdp_parameter_groups, places_within
@@ -243,6 +244,7 @@ class ReplicaHookHandle:
             )
 
 
+@hinting(REPLICA_HOOK)
 def replica_hook(
     model: torch.nn.Module, mesh: Any, hop: _hsdp.ReplicaHop | None = None
 ) -> ReplicaHookHandle:

@@ -18,7 +18,7 @@ from hsdp.gradient_norm import EPSILON
 from hsdp.parameter import unused_names, warn_of_no_gradients
 from hsdp.keyword_hints import OPTIMIZER, hinting
 from hsdp.named_errors import naming_itself, who_of
-from hsdp.options import MasterDtype, Offload, Stage
+from hsdp.options import MasterDtype, Offload, ShardOver, Stage
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.reducer_text import counted
@@ -93,6 +93,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - `reducer`: the Reducer that the model is attached to; several of one mesh for several models.
     - `stage`: 1 keeps gradients whole and local until the step's last microbatch, 2 shards them in
       every microbatch: what `last=False` means. 3 shards the parameters, too.
+    - `shard_over`: "mesh" cuts states and masters over all ranks of the mesh, where "shard" has them
+      once in each replica: each rank updates its part, and new values travel in place of the second
+      half of the gradients' all-reduce. None: as the Reducer has it, which is "shard" by default.
     - `max_grad_norm`: clips by the norm of all gradients before each step; `grad_norm` is what it was.
     - `gather_bucket_bytes`: small parameters are gathered together, at most so many bytes at a time, or
       one bucket of the Reducer, which is never divided; whole ones of all ranks together.
@@ -152,6 +155,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         prefetch_bytes: int | None = None,
         persistence_threshold: float = 1 << 14,
         param_init_fn: ParamInit | None = None,
+        shard_over: ShardOver | None = None,
         **options: Any,
     ) -> None:
         listed = list(reducer) if isinstance(reducer, Iterable) else [reducer]
@@ -170,6 +174,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             require_free(places, stage, max_grad_norm)
             require_unit_options(prefetch_bytes, persistence_threshold)
             threshold = persistence_threshold if stage == 3 else math.inf
+            if shard_over is not None:
+                for one in self._reducers:
+                    one._set_shard_over(shard_over)
             plan = plan_units(self._reducers, places, units, threshold)
             plan.cut_buckets()
             probe = OptimizerProbe(optimizer_class, options)
@@ -227,10 +234,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._examples: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
         self.register_state_dict_post_hook(_with_slices, prepend=True)
-        overlaps = overlap_param_gather and first.mesh.shard_size > 1
+        overlaps = overlap_param_gather and any(one._slice_group.size > 1 for one in self._reducers)
         self._gather = OverlappedGather(self._kept, gather_bucket_bytes, models if overlaps else [])
         self._units = gathered_units(
-            sliced.units, prefetch_bytes, reshard_after_forward, reshard_after_backward
+            sliced.units, prefetch_bytes, reshard_after_forward, reshard_after_backward,
+            gather_bucket_bytes,
         )
         # At the end of the process, too: the other ranks need this one for their gathers.
         self._ends = [weakref.finalize(self, self._units.close),

@@ -64,7 +64,7 @@ def make_whole(state_dict: dict[str, Any], groups: Groups, slices: Sequence[Para
 def _share_whole(
     states: dict[int, Any], number_of: Mapping[int, int], slices: Sequence[ParameterSlice]
 ) -> None:
-    group = slices[0].reducer.mesh.shard_group
+    group = slices[0].reducer._slice_group
     own: list[tuple[int, str, Any]] = []
     fault = None
     for one in slices:

@@ -40,6 +40,10 @@ class StoredSlice(Protocol):
         """The slice in the parameter's dtype; no copy if it already has that dtype."""
         ...
 
+    def arrive(self) -> None:
+        """Waits for what other replicas update of it."""
+        ...
+
     def take(self) -> None:
         """Takes its first values from the parameter."""
         ...
@@ -66,6 +70,9 @@ class FrozenSlice:
     def rounded(self) -> torch.Tensor:
         """The stored slice itself."""
         return self.stored
+
+    def arrive(self) -> None:
+        """Does nothing: no rank updates it."""
 
     def take(self) -> None:
         """Takes its first values."""
@@ -283,6 +290,8 @@ class ShardedUnit:
         """Starts its gather, unless it is present or being gathered."""
         if self.is_present or self.is_requested:
             return
+        for one in self.slices:
+            one.arrive()
         pointers = [array.take() for array in self._arrays]
         self.is_requested = True
         self.gathers.gather(self._number, pointers, [array.memory() for array in self._arrays])

@@ -137,9 +137,10 @@ def held_bytes(one: ParameterSlice, state: Mapping[str, Any]) -> int:
         if key != MASTER and isinstance(value, torch.Tensor):
             kept += 0 if isinstance(value, FlatSlice) else value.nbytes
     if one.has_own_master:  # also what it was rounded to, and an offloaded gradient
-        keeps_rounded = one.offloaded or not one.is_released
         own = one.master_dtype.itemsize
-        kept += one.count * (own + keeps_rounded * one.parameter.itemsize + own * one.offloaded)
+        kept += one.count * (own + own * one.offloaded)
+        if one.shard is None and (one.offloaded or not one.is_released):  # else it is the parameter
+            kept += one.count * one.parameter.itemsize
     return kept
 
 

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from hsdp import _hsdp
 from hsdp.torch import private_torch
 from hsdp.torch.parameter_slices import refuse
+from hsdp.torch.replica_parts import ReplicaParts
 from hsdp.torch.sharded_unit import ShardedUnit
 from hsdp.zero.parameter_gather import GatherStats
 
@@ -145,12 +146,14 @@ class UnitHooks:
         self,
         units: Sequence[ShardedUnit],
         gathers: Mapping[Reducer, _hsdp.UnitGather],
+        parts: Mapping[Reducer, ReplicaParts],
         prefetch_bytes: int | None,
         reshards_after_forward: bool,
         reshards_after_backward: bool,
     ) -> None:
         self.units = units
         self._gathers = gathers
+        self._parts = parts
         self._prefetch_bytes = prefetch_bytes
         self._reshards_after_forward = reshards_after_forward
         self._reshards_after_backward = reshards_after_backward
@@ -336,6 +339,8 @@ class UnitHooks:
         for gathers in self._gathers.values():
             self._release_all(gathers)
             gathers.begin_update()
+        for parts in self._parts.values():
+            parts.fence()
         self.read_written()
         parameters = [one.parameter for unit in self.units for one in unit.slices]
         torch.autograd.graph.increment_version(parameters)
@@ -358,7 +363,9 @@ class UnitHooks:
         self._until_update.clear()
 
     def updated(self) -> None:
-        """Gathers new values of what is pinned. Collective."""
+        """Gathers the replicas' parts, and new values of what is pinned. Collective."""
+        for parts in self._parts.values():
+            parts.start()
         for unit in self.units:
             if unit.is_pinned:
                 unit.refresh()
@@ -437,12 +444,13 @@ class UnitHooks:
 
     def abort(self, reason: str) -> None:
         """Ends the mesh with this text."""
-        for gathers in self._gathers.values():
+        for gathers in (*self._gathers.values(), *self._parts.values()):
             gathers.abort(reason)
 
     def stats(self) -> list[GatherStats]:
         """Statistics of the gathers so far."""
-        return [GatherStats(**gathers.stats()) for gathers in self._gathers.values()]
+        units = [GatherStats(**gathers.stats()) for gathers in self._gathers.values()]
+        return units + [parts.stats() for parts in self._parts.values()]
 
     def close(self) -> None:
         """Removes the hooks; parameters stay as they are."""

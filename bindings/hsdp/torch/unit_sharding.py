@@ -17,7 +17,8 @@ from hsdp.reducer import Reducer
 from hsdp.torch.meta_init import MetaInit
 from hsdp.torch.model_attachment import ModelAttachment
 from hsdp.torch.module_units import ModuleUnit, Units, module_units
-from hsdp.torch.parameter_slices import ParameterSlice, StoredMasters, refuse
+from hsdp.torch.parameter_slices import ParameterSlice, ShardSlice, StoredMasters, refuse
+from hsdp.torch.replica_parts import ReplicaParts
 from hsdp.torch.sharded_unit import FrozenSlice, ShardedUnit, StoredSlice
 from hsdp.torch.trainable_parameters import GRADIENT_DTYPES
 from hsdp.torch.unit_hooks import UnitHooks
@@ -115,7 +116,7 @@ def slice_units(
     is on the meta device gets values and is released immediately.
     """
     slices: dict[int, ParameterSlice] = {}
-    alike: dict[torch.dtype, list[ParameterSlice]] = {}
+    alike: dict[tuple[torch.dtype, bool], list[ParameterSlice]] = {}
     stored: dict[ModuleUnit, list[StoredSlice]] = {}
     # Allocate all slices before any unit: an allocation in between would keep an allocator from reusing
     # the previous unit's memory.
@@ -123,9 +124,9 @@ def slice_units(
         its = stored[unit] = []
         for name, p in parameters.items():
             if id(p) in make:
-                slices[id(p)] = make[id(p)](is_released=True)
-                alike.setdefault(p.dtype, []).append(slices[id(p)])
-                its.append(slices[id(p)])
+                made = slices[id(p)] = make[id(p)](is_released=True)
+                alike.setdefault((p.dtype, made.is_copied_to_store), []).append(made)
+                its.append(made if made.shard is None else made.shard)
             else:
                 its.append(FrozenSlice(f"{name} (frozen)", p, reducer))
     masters = [StoredMasters(listed) for listed in alike.values()]
@@ -153,21 +154,29 @@ def gathered_units(
     prefetch_bytes: int | None,
     reshards_after_forward: bool,
     reshards_after_backward: bool,
+    part_bytes: int,
 ) -> UnitHooks:
-    """Their gathers and hooks; they are released from now on. Collective."""
+    """Their gathers and hooks; they are released from now on. Collective. `part_bytes`: of slices that
+    replicas hold in parts, so many bytes are gathered at a time.
+    """
     of_reducer: dict[Reducer, list[ShardedUnit]] = {}
     for reducer, unit in units:
         of_reducer.setdefault(reducer, []).append(unit)
     every = {}
+    parts = {}
     for reducer, its in of_reducer.items():
         gathers = _unit_gather(reducer, its)
         every[reducer] = gathers
+        shards = [one for unit in its for one in unit.slices if isinstance(one, ShardSlice)]
+        if shards:
+            parts[reducer] = ReplicaParts(reducer, shards, part_bytes)
         for number, unit in enumerate(its):
             unit.bind(gathers, number)
             unit.release()
     return UnitHooks(
         [unit for _, unit in units],
         every,
+        parts,
         prefetch_bytes,
         reshards_after_forward,
         reshards_after_backward,

@@ -6,6 +6,7 @@
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/compare_lines.h"
+#include "hsdp/reducer/frozen.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/lane.h"
 #include "hsdp/reducer/outcome.h"
@@ -40,10 +41,11 @@ struct GatherLane::Parts {
   reducer::Outcome outcome;
   Communicator group;
   reducer::Lane lane;
+  std::weak_ptr<IssueOrder::Issuer> of_reducer{};
 };
 
 GatherLane::GatherLane(reducer::Groups& groups, const std::string& name,
-                       const std::vector<std::string>& lines) {
+                       const std::vector<std::string>& lines, const reducer::Frozen* reducer) {
   Communicator& world = groups.world;
   compare(world, name, lines);
   const std::string quoted = "'" + name + "'";
@@ -55,6 +57,7 @@ GatherLane::GatherLane(reducer::Groups& groups, const std::string& name,
   std::shared_ptr<IssueOrder::Issuer> issuer = reducer::add_issuer(groups);
   reducer::together(world, "start lane " + quoted, [&] {
     parts_ = std::make_unique<Parts>(name, groups, std::move(group), std::move(issuer));
+    if (reducer != nullptr) parts_->of_reducer = reducer->issuer();
   });
 }
 
@@ -67,6 +70,8 @@ GatherLane::~GatherLane() {
 }
 
 Event GatherLane::run(const Event& after, Task task) {
+  parts_->lane.give_here();
+  if (const auto of_reducer = parts_->of_reducer.lock()) of_reducer->give_here();
   return parts_->lane.run({.scope = reducer::Lane::Scope::kAllRanks, .after = after},
                           [parts = parts_.get(), task = std::move(task)](Stream& stream) {
                             parts->outcome.rethrow_failure("gather lane");
@@ -74,7 +79,9 @@ Event GatherLane::run(const Event& after, Task task) {
                           });
 }
 
-void GatherLane::come_anywhere() { parts_->lane.come_anywhere(); }
+void GatherLane::on_need(std::function<void()> give) { parts_->lane.on_need(std::move(give)); }
+
+void GatherLane::stop_repeating(bool for_long) { parts_->lane.stop_repeating(for_long); }
 
 void GatherLane::wait(const Event& done) { parts_->group.wait(done); }
 

@@ -20,6 +20,7 @@ class RoundRecords {
   // What the ranks want in the first round of a pass: a unit, or a negative number for none. From
   // here on there may be a record to follow.
   void begin(std::span<const int> words);
+  [[nodiscard]] bool follows() const { return followed_.has_value(); }
   // The units that are still to be gathered, in order; none without a record.
   [[nodiscard]] std::span<const int> coming() const;
   // So many of them are.

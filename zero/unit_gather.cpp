@@ -151,6 +151,11 @@ struct UnitGather::Parts {
     std::shared_future<std::vector<Said>> said;
   };
   Asked ask(int own, std::vector<TensorView> arrays, const Event& updated);
+  // Meanwhile this thread gives other lanes what they need first.
+  static const std::vector<Said>& hear(const Asked& asked) {
+    static_cast<void>(asked.done.enqueued());
+    return asked.said.get();
+  }
   // Takes part in so many rounds that the record foretells, and wants none of them.
   void follow(std::ptrdiff_t count);
   // What this pass began with is known from here on.
@@ -169,7 +174,7 @@ struct UnitGather::Parts {
   Device device;
   std::vector<Unit> units;
   RoundRecords records;
-  std::shared_future<std::vector<Said>> opening;  // the first round of this pass, until it is heard
+  Asked opening;  // the first round of this pass, until it is heard
   bool in_pass = false;
   mutable std::mutex mutex;
   GatherStats stats;
@@ -243,25 +248,27 @@ UnitGather::Parts::Asked UnitGather::Parts::ask(int own, std::vector<TensorView>
   auto result = std::make_shared<std::promise<std::vector<Said>>>();
   Asked asks{{}, result->get_future().share()};
   if (!in_pass) {
-    opening = asks.said;
+    opening.said = asks.said;
   } else if (own >= 0) {
+    if (records.follows()) lane->stop_repeating(true);
     records.depart();
   }
-  in_pass = true;
   asks.done =
       lane->run(updated, [this, mine = Said{own, records.hash()}, arrays = std::move(arrays),
                           result = std::move(result)](Communicator& group, Stream& stream) {
         result->set_value(round(mine, arrays, group, stream));
       });
+  if (!std::exchange(in_pass, true)) opening.done = asks.done;
   return asks;
 }
 
 void UnitGather::Parts::hear_opening() {
-  if (!opening.valid()) return;
+  if (!opening.said.valid()) return;
   try {
     std::vector<int> words;
-    for (const Said& one : opening.get()) words.push_back(one.wants);
+    for (const Said& one : hear(opening)) words.push_back(one.wants);
     records.begin(words);
+    if (!records.follows()) lane->stop_repeating(false);
   } catch (const std::future_error&) {  // it was not run, and what comes next says why
     in_pass = false;
   }
@@ -341,8 +348,7 @@ Event UnitGather::Parts::rounds_until(int own, bool (*is_over)(int word)) {
     follow(std::ssize(records.coming()));
     const Asked asks = ask(own, {}, {});
     const auto all_say = [&](bool (*holds)(int word)) {
-      return std::ranges::all_of(asks.said.get(),
-                                 [holds](const Said& one) { return holds(one.wants); });
+      return std::ranges::all_of(hear(asks), [holds](const Said& one) { return holds(one.wants); });
     };
     try {
       if (!all_say([](int word) { return word < 0; })) {
@@ -351,7 +357,7 @@ Event UnitGather::Parts::rounds_until(int own, bool (*is_over)(int word)) {
       }
       opening = {};
       in_pass = false;
-      records.end(agree(asks.said.get(), &Said::wanted));
+      records.end(agree(hear(asks), &Said::wanted));
       if (all_say(is_over)) return asks.done;
     } catch (const std::future_error&) {  // the task has failed, or was never run
       lane->wait(asks.done);
@@ -364,7 +370,11 @@ UnitGather::UnitGather(Reducer& reducer, std::vector<ParameterUnit> units)
     : parts_(std::make_unique<Parts>(reducer)) {
   parts_->lane =
       reducer.make_lane("hsdp-units", [&] { return parts_->prepare(reducer, std::move(units)); });
-  parts_->lane->come_anywhere();  // a rank that skips a unit takes part in its round later
+  // A rank that skips a unit takes part in its round later.
+  parts_->lane->on_need([parts = parts_.get()] {
+    parts->hear_opening();  // which was issued
+    if (!parts->records.coming().empty()) parts->follow(1);
+  });
 }
 
 UnitGather::~UnitGather() = default;
@@ -401,8 +411,8 @@ Event UnitGather::gather(int unit, std::vector<TensorView> arrays, const Event& 
 }
 
 bool UnitGather::waits_for_opening() const {
-  return parts_->opening.valid() &&
-         parts_->opening.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
+  return parts_->opening.said.valid() &&
+         parts_->opening.said.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
 }
 
 void UnitGather::wait(int unit) {

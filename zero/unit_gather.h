@@ -73,7 +73,8 @@ class UnitGather {
   // Lets the stream wait, on a GPU for the device's work only.
   void wait(int unit, Stream& reader) const;
   // Takes part in what others ask for, and blocks until none does: all are in this call or in
-  // begin_update(). How often a rank calls it is its own affair.
+  // begin_update(). How often a rank calls it is its own affair. On a GPU, where ranks may want
+  // different units: before the end of the microbatch, which others may need units to come to.
   Event end();
   // Before this rank's slices change: blocks, as end() does, until all are in this call. Of either
   // the Event is complete when nobody reads this rank's slices any more, on a GPU later.

@@ -7,7 +7,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
-#include <cstdlib>
 #include <deque>
 #include <limits>
 #include <map>
@@ -38,7 +37,7 @@ struct Item {
   int place = 0;
   bool may_skip_later = false;
   bool ends_step = false;
-  std::int64_t phase = 0;  // how many tasks that are waited for had come before it, on all lanes
+  std::int64_t phase = -1;             // how many tasks but buckets had come to all lanes before it
   std::shared_ptr<HostEvent> event{};  // instead of a task
   bool ordered = false;                // once it is sorted
 };
@@ -46,25 +45,15 @@ struct Item {
 // What a message says in place of a lane's number.
 enum Word : int {
   kFollow = -1,  // the last `count` turns come again and again
-  kStop = -2,    // to the first rank: what has come here is not to be repeated
+  kStop = -2,    // to the first rank: what has come here is not to be repeated, for long if `count`
   kFreeze = -3,  // take no recorded turn more, and say how many turns were taken
   kTaken = -4,   // `count` turns were
   kEnd = -5,     // of the record, when `count` turns were taken
   kGone = -6,    // the last lane is, and `count` turns were taken
 };
 
-// How long a task that is ready waits for the recorded turn of another lane, where steps are
-// recorded whose lanes overlap. Zero: they are not, and it comes too early for the record.
-std::atomic<std::chrono::microseconds>& patience() {
-  static std::atomic<std::chrono::microseconds> value{[] {
-    const char* const text = std::getenv("HSDP_RECORD_TURNS");
-    const bool on = text != nullptr && std::string_view(text) == "1";
-    return std::chrono::milliseconds(on ? 100 : 0);
-  }()};
-  return value;
-}
-
-bool records_overlaps() { return patience().load().count() > 0; }
+// Long, as a backward pass may be slow. A thread that waits is what shows that a record is wrong.
+std::atomic<std::chrono::microseconds> patience{std::chrono::seconds(1)};
 
 // Tasks of one lane: how many there are, or how many come next.
 struct LaneCount {
@@ -113,10 +102,12 @@ struct IssueOrder::State {
     std::int64_t told = 0;     // how many the first rank knows to be ready here
     std::int64_t chosen = 0;   // how many have got their turn
     std::int64_t unasked = 0;  // how many need none, as there was one lane only: kAll, there is
-    std::vector<std::int64_t> heard;  // first rank: how many are ready, by rank
-    bool busy = false;                // an item is out of the queue but not done
-    int open = 0;                     // tokens of open() that live
-    bool comes_anywhere = false;
+    std::vector<std::int64_t> heard;     // first rank: how many are ready, by rank
+    bool busy = false;                   // an item is out of the queue but not done
+    int open = 0;                        // tokens of open() that live
+    std::deque<std::int64_t> unissued;   // tasks but buckets, as numbers over all lanes
+    std::deque<std::thread::id> givers;  // the last
+    std::function<void()> give;          // on_need()
     std::exception_ptr error;
 
     void sort();
@@ -152,9 +143,9 @@ struct IssueOrder::State {
   bool several = false;           // lanes: turns are agreed
   std::int64_t issued_alone = 0;  // ordered items, while there is one lane
   comm::Turns turns;
-  std::int64_t phase = 0;                // of what comes next
-  bool unfit = false;                    // for a record: what has come here, or is late
+  std::atomic<std::int64_t> phase = 0;   // of what comes next
   int late = 0;                          // tokens of come_late() that live
+  bool owes = false;                     // what came late is not issued
   bool paused = false;                   // until the ranks know from where on they agree
   bool adding = false;                   // a lane
   comm::StepRecord steps;                // first rank
@@ -184,8 +175,9 @@ struct IssueOrder::State {
   [[nodiscard]] bool is_open() const;
   [[nodiscard]] bool is_idle() const;
   void come(Queue& queue, Item item);
-  void look_for_overlap(const Queue& mine);
-  void forget_unfit();
+  void give_here(Queue& queue);
+  [[nodiscard]] bool is_early(const Queue& queue) const;
+  [[nodiscard]] std::function<void()> needed_first(const Queue& mine);
   bool run_one_local(Lock& lock);
   void run_front(Lock& lock, Queue& queue);
   void run_turn(Lock& lock, Queue& queue);
@@ -199,8 +191,9 @@ struct IssueOrder::State {
   void tell_first(const LaneCount& entry);
   void flush(Lock& lock);
   [[nodiscard]] bool is_stalled() const;
+  [[nodiscard]] bool breaks_record() const;
   bool wait_for_work(Lock& lock);
-  void ask_to_stop(Lock& lock);
+  void ask_to_stop(bool for_long = false);
   void begin_stop();
   void end_as_last();
   void add_taken(int by, std::int64_t taken);
@@ -234,6 +227,7 @@ void IssueOrder::State::run_front(Lock& lock, Queue& queue) {
     queue.places.pop_front();
     ++queue.issued;
   }
+  if (item.skipped && item.place == kAfterBuckets) queue.unissued.pop_front();
   const bool held_back = item.ordered && item.may_skip_later;
   queue.busy = true;
   std::exception_ptr error = queue.error;
@@ -280,16 +274,19 @@ std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::next_in_order() con
   }
   if (failed || catches_up()) return nullptr;
   const std::optional<int> lane = turns.next();
-  if (!lane || (unfit && turns.is_recorded())) return nullptr;
+  if (!lane || (owes && turns.is_recorded())) return nullptr;
   const auto found = queues.find(*lane);
   if (found == queues.end() || !found->second->has_ordered()) return nullptr;  // of a record alone
-  // Another rank may not come to this task before it has issued those of earlier phases.
-  const std::int64_t its_phase = found->second->items.front().phase;
-  const bool waits =
-      turns.is_recorded() && std::ranges::any_of(queues, [&](const auto& entry) {
-        return !entry.second->items.empty() && entry.second->items.front().phase < its_phase;
-      });
-  return waits ? nullptr : found->second;
+  return turns.is_recorded() && is_early(*found->second) ? nullptr : found->second;
+}
+
+// Another rank may not come to its next task before it has issued those that had come before.
+bool IssueOrder::State::is_early(const Queue& queue) const {
+  const std::int64_t its_phase = queue.items.front().phase;
+  return std::ranges::any_of(queues, [its_phase](const auto& entry) {
+    const Queue& other = *entry.second;
+    return !other.unissued.empty() && other.unissued.front() < its_phase;
+  });
 }
 
 void IssueOrder::State::run_turn(Lock& lock, Queue& queue) {
@@ -314,7 +311,7 @@ std::vector<LaneCount> IssueOrder::State::take_news() {
 
 // All that is ready on every rank, by the first one.
 std::vector<LaneCount> IssueOrder::State::choose_turns() {
-  if (unfit) steps.restart();
+  if (owes) steps.restart();
   std::vector<LaneCount> choice;
   for (;;) {
     std::shared_ptr<Queue> best;
@@ -335,7 +332,7 @@ std::vector<LaneCount> IssueOrder::State::choose_turns() {
     if (choice.empty() || choice.back().lane != best->number) choice.push_back({best->number, 0});
     ++choice.back().count;
     const std::int64_t length = steps.add(best->number, ends_step);
-    if (length == 0 || adding || unfit || members.size() == 1) continue;
+    if (length == 0 || adding || owes || members.size() == 1) continue;
     choice.push_back({kFollow, length});
     return choice;
   }
@@ -399,6 +396,7 @@ void IssueOrder::State::hear(int from, std::string_view message) {
   for (const LaneCount& entry : decode(generation, message)) {
     const auto found = queues.find(entry.lane);
     if (entry.lane == kStop) {
+      if (entry.count > 0) steps.distrust();
       begin_stop();
     } else if (entry.lane == kTaken || entry.lane == kGone) {
       if (turns.follows()) add_taken(from, entry.count);
@@ -426,11 +424,17 @@ void IssueOrder::State::hear(int from, std::string_view message) {
 // A recorded turn has no task here and another lane has one, or it must not be taken.
 bool IssueOrder::State::is_stalled() const {
   if (failed || asked_to_stop || !turns.is_recorded() || !turns.next()) return false;
-  return unfit ||
+  return owes ||
          std::ranges::any_of(queues, [](const auto& entry) { return entry.second->has_ordered(); });
 }
 
-// Nothing can be issued. Whether that has been so for long because of a record.
+// What is here already shows that the record does not hold.
+bool IssueOrder::State::breaks_record() const {
+  const auto found = queues.find(turns.next().value());
+  return owes || found == queues.end() || found->second->has_ordered();
+}
+
+// Nothing can be issued. Whether a record is to end for that.
 bool IssueOrder::State::wait_for_work(Lock& lock) {
   using Clock = std::chrono::steady_clock;
   if (!is_stalled()) {
@@ -439,20 +443,17 @@ bool IssueOrder::State::wait_for_work(Lock& lock) {
     return false;
   }
   if (!stall || stall->taken != turns.taken()) stall = {Clock::now(), turns.taken()};
-  const Clock::time_point end = stall->since + patience().load();
-  if (unfit || Clock::now() >= end) return true;
+  const Clock::time_point end = stall->since + patience.load();
+  if (breaks_record() || Clock::now() >= end) return true;
   changed.wait_until(lock, end);
   return false;
 }
 
-void IssueOrder::State::ask_to_stop(Lock& lock) {
+void IssueOrder::State::ask_to_stop(bool for_long) {
   asked_to_stop = true;
-  if (rank == 0) {
-    begin_stop();
-  } else {
-    tell_first({kStop, 0});
-  }
-  flush(lock);
+  if (rank != 0) return tell_first({kStop, for_long ? 1 : 0});
+  if (for_long) steps.distrust();
+  begin_stop();
 }
 
 // By the first rank: all say how far they are, and go as far as the furthest of them.
@@ -552,32 +553,52 @@ bool IssueOrder::State::is_idle() const {
 
 void IssueOrder::State::let_tasks_go_first() {
   Lock lock(mutex);
-  changed.wait(lock, [this] { return is_idle() || is_open() || failed; });
+  const auto may_go = [this] { return is_idle() || is_open() || failed; };
+  while (!changed.wait_for(lock, time_to_look(), may_go)) {
+    std::function<void()> give;
+    for (const auto& [_, queue] : queues) {
+      if (!give) give = needed_first(*queue);
+    }
+    flush(lock);
+    if (!give || may_go()) continue;
+    lock.unlock();
+    give();
+    lock.lock();
+  }
 }
 
 void IssueOrder::State::come(Queue& queue, Item item) {
-  item.phase = phase;
-  if (item.skipped) {
-    look_for_overlap(queue);
-    const bool may_be_awaited = records_overlaps() ? item.ends_step : item.place == kAfterBuckets;
-    if (may_be_awaited) ++phase;
-  }
+  if (item.phase < 0) item.phase = phase;
+  if (item.skipped && item.place == kAfterBuckets) queue.unissued.push_back(phase++);
   queue.items.push_back(std::move(item));
 }
 
-// What comes to this lane now may come before another lane's task here and after it elsewhere.
-void IssueOrder::State::look_for_overlap(const Queue& mine) {
-  if (records_overlaps()) return;
-  const bool overlaps = std::ranges::any_of(queues, [&mine](const auto& entry) {
-    const Queue& other = *entry.second;
-    return &other != &mine && (other.open > 0 || other.comes_anywhere);
-  });
-  if (overlaps) unfit = true;
+void IssueOrder::State::give_here(Queue& queue) {
+  constexpr std::size_t kMost = 4;
+  const std::thread::id here = std::this_thread::get_id();
+  if (std::ranges::find(queue.givers, here) != queue.givers.end()) return;
+  queue.givers.push_back(here);
+  if (queue.givers.size() > kMost) queue.givers.pop_front();
 }
 
-// Once all of that has been issued. A record that was told of before that has ended here.
-void IssueOrder::State::forget_unfit() {
-  if (late == 0 && !is_open() && is_idle() && !turns.follows()) unfit = false;
+// For a thread that waits for a task that `mine` has. A turn that is told has its task here, unless
+// it is one that another rank took by a record that has ended since.
+std::function<void()> IssueOrder::State::needed_first(const Queue& mine) {
+  if (failed || paused || !several || !mine.has_ordered() || catches_up()) return {};
+  const bool works = std::ranges::any_of(
+      queues, [](const auto& entry) { return entry.second->busy || entry.second->has_local(); });
+  const std::optional<int> lane = turns.next();
+  if (works || !lane) return {};
+  const auto found = queues.find(*lane);
+  if (found != queues.end() && !found->second->idle()) return {};
+  if (turns.is_recorded()) {
+    if (!asked_to_stop) ask_to_stop();
+    return {};
+  }
+  if (found == queues.end()) return {};
+  const Queue& needed = *found->second;
+  const auto giver = std::ranges::find(needed.givers, std::this_thread::get_id());
+  return giver == needed.givers.end() ? std::function<void()>() : needed.give;
 }
 
 void IssueOrder::State::work() {
@@ -596,8 +617,11 @@ void IssueOrder::State::work() {
     }
     if (speak(lock) || change_wait(lock, awaited())) continue;
     if (closing) return;
-    forget_unfit();
-    if (wait_for_work(lock)) ask_to_stop(lock);
+    // A record that was told of before has ended here, too.
+    if (late == 0 && is_idle() && !turns.follows()) owes = false;
+    if (!wait_for_work(lock)) continue;
+    ask_to_stop();
+    flush(lock);
   }
 }
 
@@ -608,20 +632,30 @@ class IssueOrder::IssuerQueue : public Stream::Queue {
       : state_(std::move(state)), queue_(std::move(queue)) {}
 
   void run(std::function<void()> task) override { push({.task = std::move(task)}); }
-  Event record() override {
-    auto event = std::make_shared<HostEvent>();
-    {
-      const std::lock_guard lock(state_->mutex);
-      if (queue_->idle() && !queue_->error) return {};
-    }
-    push({.event = event});
-    return Event(std::move(event));
-  }
+  Event record() override { return Event(push_event()); }
   void wait(const Event& event) override {
     run([event] { event.wait(); });
   }
-  void synchronize() override { record().wait(); }
+  void synchronize() override {
+    const auto event = push_event();
+    if (event == nullptr) return;
+    wait([&event](std::chrono::microseconds time) { return event->wait_for(time); });
+    event->wait();  // throws what went wrong
+  }
   [[nodiscard]] Device device() const override { return {}; }
+
+  void wait(const Issuer::WaitFor& wait_for) {
+    while (!wait_for(time_to_look())) {
+      const std::function<void()> give = needed_first();
+      if (give && !wait_for({})) give();
+    }
+  }
+  [[nodiscard]] std::function<void()> needed_first() {
+    State::Lock lock(state_->mutex);
+    std::function<void()> give = state_->needed_first(*queue_);
+    state_->flush(lock);
+    return give;
+  }
 
   void push(Item item) {
     {
@@ -633,6 +667,17 @@ class IssueOrder::IssuerQueue : public Stream::Queue {
   [[nodiscard]] State::Queue& queue() const { return *queue_; }
 
  private:
+  // None: there is nothing to wait for.
+  [[nodiscard]] std::shared_ptr<HostEvent> push_event() {
+    {
+      const std::lock_guard lock(state_->mutex);
+      if (queue_->idle() && !queue_->error) return nullptr;
+    }
+    auto event = std::make_shared<HostEvent>();
+    push({.event = event});
+    return event;
+  }
+
   std::shared_ptr<State> state_;
   std::shared_ptr<State::Queue> queue_;
 };
@@ -671,24 +716,38 @@ class IssueOrder::QueueIssuer : public Issuer {
                   .skipped = std::move(task.skipped),
                   .place = task.place,
                   .may_skip_later = task.may_skip_later,
-                  .ends_step = task.ends_step});
+                  .ends_step = task.ends_step,
+                  .phase = task.phase});
   }
+  [[nodiscard]] std::int64_t phase() const override { return state_->phase; }
   [[nodiscard]] Stream& stream() override { return stream_; }
   [[nodiscard]] std::shared_ptr<void> open() override {
     return token([](State& state, State::Queue& queue, int count) {
-      if (count > 0) state.look_for_overlap(queue);
       queue.open += count;
+      if (count > 0) state.give_here(queue);
     });
   }
   [[nodiscard]] std::shared_ptr<void> come_late() override {
     return token([](State& state, State::Queue& /*unused*/, int count) {
-      state.unfit = true;
       state.late += count;
+      state.owes = true;
     });
   }
-  void come_anywhere() override {
+  void give_here() override {
     const std::lock_guard lock(state_->mutex);
-    queue_->queue().comes_anywhere = true;
+    state_->give_here(queue_->queue());
+  }
+  void on_need(std::function<void()> give) override {
+    const std::lock_guard lock(state_->mutex);
+    queue_->queue().give = std::move(give);
+  }
+  void wait(const WaitFor& wait_for) override { queue_->wait(wait_for); }
+  [[nodiscard]] std::function<void()> needed_first() override { return queue_->needed_first(); }
+  void stop_repeating(bool for_long) override {
+    State::Lock lock(state_->mutex);
+    if (state_->failed || !state_->turns.follows()) return;
+    if (for_long || !state_->asked_to_stop) state_->ask_to_stop(for_long);
+    state_->flush(lock);
   }
 
  private:
@@ -774,8 +833,11 @@ std::shared_ptr<IssueOrder> IssueOrder::of(const Communicator& world) {
   return entry.order;
 }
 
-void IssueOrder::record_overlaps(std::chrono::microseconds its_patience) {
-  patience() = its_patience;
+void IssueOrder::set_patience(std::chrono::microseconds its_patience) { patience = its_patience; }
+
+std::chrono::microseconds IssueOrder::time_to_look() {
+  constexpr std::chrono::microseconds kMost{20'000};
+  return std::min(kMost, patience.load());
 }
 
 void IssueOrder::let_tasks_go_first(const comm::Control& control) {

@@ -1,15 +1,23 @@
 // Gathers of units on the NCCL engine: beside microbatches, on streams that work late, and on ranks
 // that ask for other units than their peers.
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <random>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda_stand_in.h"
 #include "gpu_rank.h"
+#include "hsdp/device/copy.h"
+#include "hsdp/error.h"
+#include "hsdp/reducer.h"
 #include "nccl_ranks.h"
 #include "zero/unit_gather.h"
 
@@ -145,6 +153,244 @@ TEST_P(NcclUnits, AreGatheredBesideMicrobatches) {
 INSTANTIATE_TEST_SUITE_P(Meshes, NcclUnits,
                          ::testing::Values(MeshShape{1, 2}, MeshShape{2, 2}, MeshShape{1, 3}),
                          ::testing::PrintToStringParamName());
+
+// A model at stage 3: units that are gathered for the forward pass and again for the backward pass,
+// where each gets its gradient. Unit u's is (u + 1) times the rank's number plus one, everywhere.
+class Stage3 {
+ public:
+  Stage3(const Mesh& mesh, int units, Missing missing, std::int64_t elements = 64)
+      : mesh_(mesh),
+        elements_(elements),
+        reducer_(mesh, {.reduce_dtype = Dtype::kF32, .bucket_bytes = 256, .missing = missing}),
+        stream_(Stream::create(mesh.device(), "caller")),
+        units_(units) {
+    reducer_.set_stream(stream_);
+    for (int u = units - 1; u >= 0; --u) {
+      reducer_.register_parameter({.name = name_of(u), .shape = {elements_}});
+    }
+    reducer_.prepare();
+    std::vector<ParameterUnit> all;
+    for (int u = 0; u < units; ++u) {
+      wholes_.emplace_back(elements_);
+      stored_.emplace_back(reducer_.slice(name_of(u)).count);
+      gradients_.emplace_back(elements_, static_cast<float>((u + 1) * (mesh.rank() + 1)));
+      all.push_back(
+          {name_of(u),
+           {{name_of(u),
+             Dtype::kF32,
+             elements_,
+             {stored_.back().data(), std::ssize(stored_.back()), Dtype::kF32, mesh.device()}}}});
+    }
+    gather_.emplace(reducer_, std::move(all));
+  }
+
+  // What this rank leaves out: units, or the gradients of some that it gathers; what it gives late,
+  // or uses twice.
+  struct Odd {
+    std::set<int> units{};
+    std::set<int> holes{};
+    std::set<int> late{};
+    std::set<int> twice{};
+  };
+  // One microbatch, which ends the step.
+  void step() { step(Odd()); }
+  void step(const Odd& odd) {
+    Microbatch open(reducer_, {.last = true});
+    for (int u = 0; u < units_; ++u) use(u, odd);
+    for (const int u : odd.twice) use(u, odd);
+    for (int u = units_ - 1; u >= 0; --u) {
+      use(u, odd);
+      if (!odd.units.contains(u) && !odd.holes.contains(u) && !odd.late.contains(u)) give(u);
+    }
+    for (const int u : odd.late) give(u);
+    gather_->end();
+    open.end();
+  }
+  void update() { stream_.wait(gather_->begin_update()); }
+  // The mean over all ranks, of whom some have left units out.
+  void expect(const std::vector<Odd>& of_ranks) {
+    const auto count = static_cast<int>(of_ranks.size());
+    for (int u = 0; u < units_; ++u) {
+      float sum = 0;
+      for (int r = 0; r < count; ++r) {
+        const Odd& odd = of_ranks[static_cast<std::size_t>(r)];
+        if (!odd.units.contains(u) && !odd.holes.contains(u)) {
+          sum += static_cast<float>((u + 1) * (r + 1));
+        }
+      }
+      const TensorView shard = reducer_.shard(name_of(u));
+      Values got(static_cast<std::size_t>(shard.count));
+      copy_bytes(got.data(), shard.data, shard.size_in_bytes(), stream_);
+      stream_.synchronize();
+      ASSERT_THAT(got, ::testing::Each(sum / static_cast<float>(count))) << name_of(u);
+    }
+  }
+  [[nodiscard]] std::int64_t messages() const { return reducer_.stats().control_message_count; }
+  [[nodiscard]] Reducer& reducer() { return reducer_; }
+  UnitGather& gather() { return *gather_; }
+  void use(int u, const Odd& odd) {
+    if (odd.units.contains(u)) return;
+    const auto k = static_cast<std::size_t>(u);
+    gather_->gather(u, {{wholes_[k].data(), elements_, Dtype::kF32, mesh_.device()}},
+                    stream_.record());
+    gather_->wait(u, stream_);
+  }
+  void give(int u) {
+    reducer_.gradient_ready(name_of(u), {gradients_[static_cast<std::size_t>(u)].data(),
+                                         Dtype::kF32,
+                                         mesh_.device(),
+                                         {elements_},
+                                         {}});
+  }
+
+ private:
+  static std::string name_of(int u) { return "unit " + std::to_string(u); }
+
+  const Mesh& mesh_;
+  std::int64_t elements_;
+  Reducer reducer_;
+  Stream stream_;
+  int units_;
+  std::vector<Values> wholes_;
+  std::vector<Values> stored_;
+  std::vector<Values> gradients_;
+  std::optional<UnitGather> gather_;
+};
+
+// How many messages each rank sends in a step, from some step on.
+std::vector<std::int64_t> messages_of_steps(int units) {
+  std::vector<std::int64_t> fewest(4);
+  run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
+    Stage3 model(mesh, units, Missing::kError);
+    std::int64_t least = 1000;
+    for (int step = 0; step < 12; ++step) {
+      const std::int64_t before = model.messages();
+      model.step();
+      EXPECT_FALSE(model.reducer().found_inf());
+      model.update();
+      if (step >= 6) least = std::min(least, model.messages() - before);
+    }
+    model.expect(std::vector<Stage3::Odd>(4));
+    fewest[static_cast<std::size_t>(mesh.rank())] = least;
+  });
+  return fewest;
+}
+
+TEST(NcclStage3, SendsAsMuchForManyUnitsAsForFew) {
+  const std::vector<std::int64_t> few = messages_of_steps(2);
+  EXPECT_EQ(few, messages_of_steps(64));
+  EXPECT_THAT(few, ::testing::Each(5)) << "a word, a bit, a pass's begin and end, an update";
+}
+
+// Now and then one rank leaves out units or gradients, while the others are ahead by their record.
+TEST(NcclStage3, ARankMayLeaveOutWhatItLikes) {
+  constexpr int kMany = 6;
+  for (const unsigned seed : {1U, 2U, 3U}) {
+    run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
+      Stage3 model(mesh, kMany, Missing::kZero);
+      std::mt19937 random(seed);
+      std::int64_t last = 1000;
+      for (int step = 0; step < 60; ++step) {
+        std::vector<Stage3::Odd> odd(4);
+        const bool is_odd = step < 40 && step % 5 == 4;
+        for (int n = is_odd ? 1 + static_cast<int>(random() % 3) : 0; n > 0; --n) {
+          Stage3::Odd& one = odd[random() % 4];
+          const auto u = static_cast<int>(random() % (kMany - 1)) + 1;  // all use the first one
+          (random() % 2 == 0 ? one.units : one.holes).insert(u);
+        }
+        const std::int64_t before = model.messages();
+        model.step(odd[static_cast<std::size_t>(mesh.rank())]);
+        model.expect(odd);
+        model.update();
+        last = std::min(step < 41 ? 1000 : last, model.messages() - before);
+      }
+      EXPECT_LE(last, 6) << "in a quiet step";
+    });
+  }
+}
+
+// A gradient that comes after others have sent its bucket, and after this rank had to.
+TEST(NcclStage3, ALateGradientDropsTheStepOnAllRanks) {
+  run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
+    Stage3 model(mesh, 4, Missing::kZero);
+    for (int step = 0; step < 20; ++step) {
+      const bool is_odd = step == 10;
+      if (!is_odd) {
+        model.step();
+        model.expect(std::vector<Stage3::Odd>(4));
+      } else if (mesh.rank() == 1) {
+        try {
+          model.step({.late = {3}});
+          FAIL() << "no error";
+        } catch (const UsageError& error) {
+          EXPECT_THAT(error.what(), ::testing::HasSubstr("gradient of 'unit 3'"));
+          EXPECT_THAT(error.what(), ::testing::HasSubstr("its bucket was sent without it"));
+        }
+        model.gather().end();
+      } else {
+        model.step();
+        try {
+          static_cast<void>(model.reducer().shard("unit 0"));
+          FAIL() << "no error";
+        } catch (const StepAbortedError& error) {
+          EXPECT_THAT(error.what(), ::testing::HasSubstr("gradient of 'unit 3'"));
+        }
+      }
+      model.update();
+    }
+  });
+}
+
+// What others have sent by their record cannot wait for a unit that they did not expect. The step
+// that is dropped for that is the only one.
+TEST(NcclStage3, ARankThatUsesAUnitOnceMoreDropsTheStep) {
+  run_nccl_mesh({1, 3}, [&](const Mesh& mesh) {
+    Stage3 model(mesh, 4, Missing::kZero);
+    for (int step = 0; step < 20; ++step) {
+      const bool is_odd = step == 10;
+      if (is_odd && mesh.rank() == 1) {
+        try {
+          model.step({.twice = {1}});
+          FAIL() << "no error";
+        } catch (const UsageError& error) {
+          EXPECT_THAT(error.what(), ::testing::HasSubstr("its bucket was sent without it"));
+        }
+        model.gather().end();
+      } else if (is_odd) {
+        model.step();
+        EXPECT_THROW(static_cast<void>(model.reducer().shard("unit 0")), StepAbortedError);
+      } else {
+        model.step();
+        model.expect(std::vector<Stage3::Odd>(3));
+      }
+      model.update();
+    }
+  });
+}
+
+TEST(NcclStage3, AMissingGradientIsNamedInARecordedStep) {
+  run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
+    Stage3 model(mesh, 4, Missing::kError);
+    for (int step = 0; step < 20; ++step) {
+      const bool is_odd = step == 10;
+      if (!is_odd) {
+        model.step();
+        model.expect(std::vector<Stage3::Odd>(4));
+      } else if (mesh.rank() == 1) {
+        try {
+          model.step({.holes = {3}});
+          FAIL() << "no error";
+        } catch (const UsageError& error) {
+          EXPECT_THAT(error.what(), ::testing::HasSubstr("'unit 3'"));
+        }
+      } else {
+        model.step();
+        EXPECT_THROW(static_cast<void>(model.reducer().shard("unit 0")), StepAbortedError);
+      }
+      model.update();
+    }
+  });
+}
 
 }  // namespace
 }  // namespace hsdp::test

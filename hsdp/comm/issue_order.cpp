@@ -21,13 +21,16 @@
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/control/wire_text.h"
 #include "hsdp/comm/engine.h"
-#include "hsdp/comm/turns.h"
+#include "hsdp/comm/recorded_turns.h"
 #include "hsdp/device/host_event.h"
 
 namespace hsdp {
 namespace {
 
 thread_local bool is_issuing = false;  // the thread of an IssueOrder
+
+using comm::RecordedTurns;
+using LaneCount = RecordedTurns::LaneCount;
 
 constexpr std::int64_t kAll = std::numeric_limits<std::int64_t>::max();
 
@@ -42,24 +45,8 @@ struct Item {
   bool ordered = false;                // once it is sorted
 };
 
-// What a message says in place of a lane's number.
-enum Word : int {
-  kFollow = -1,  // the last `count` turns come again and again
-  kStop = -2,    // to the first rank: what has come here is not to be repeated, for long if `count`
-  kFreeze = -3,  // take no recorded turn more, and say how many turns were taken
-  kTaken = -4,   // `count` turns were
-  kEnd = -5,     // of the record, when `count` turns were taken
-  kGone = -6,    // the last lane is, and `count` turns were taken
-};
-
 // Long, as a backward pass may be slow. A thread that waits is what shows that a record is wrong.
 std::atomic<std::chrono::microseconds> patience{std::chrono::seconds(1)};
-
-// Tasks of one lane: how many there are, or how many come next.
-struct LaneCount {
-  int lane = 0;
-  std::int64_t count = 0;
-};
 
 std::string encode(std::uint32_t generation, const std::vector<LaneCount>& counts) {
   comm::WireWriter out;
@@ -142,16 +129,11 @@ struct IssueOrder::State {
   int next_number = 0;
   bool several = false;           // lanes: turns are agreed
   std::int64_t issued_alone = 0;  // ordered items, while there is one lane
-  comm::Turns turns;
+  std::optional<RecordedTurns> record;
   std::atomic<std::int64_t> phase = 0;   // of what comes next
   int late = 0;                          // tokens of come_late() that live
   bool owes = false;                     // what came late is not issued
   bool paused = false;                   // until the ranks know from where on they agree
-  bool adding = false;                   // a lane
-  comm::StepRecord steps;                // first rank
-  bool stopping = false;                 // first rank: it waits until it knows of all
-  std::map<int, std::int64_t> taken_by;  // first rank: turns that ranks have taken, by world rank
-  bool asked_to_stop = false;
   struct Stall {
     std::chrono::steady_clock::time_point since;
     std::int64_t taken = 0;
@@ -164,7 +146,7 @@ struct IssueOrder::State {
   };
   std::deque<Message> outbox;
   bool sending = false;
-  std::uint32_t generation = 0;  // of `turns`; messages of an earlier one are not read
+  std::uint32_t generation = 0;  // of `record`; messages of an earlier one are not read
   bool failed = false;
   bool closing = false;
   std::optional<Wait> waiting;  // only the thread's
@@ -176,6 +158,7 @@ struct IssueOrder::State {
   [[nodiscard]] bool is_idle() const;
   void come(Queue& queue, Item item);
   void give_here(Queue& queue);
+  [[nodiscard]] const comm::Turns& turns() const { return record->turns(); }
   [[nodiscard]] bool is_early(const Queue& queue) const;
   [[nodiscard]] std::function<void()> needed_first(const Queue& mine);
   bool run_one_local(Lock& lock);
@@ -186,22 +169,14 @@ struct IssueOrder::State {
   [[nodiscard]] std::vector<LaneCount> take_news();
   [[nodiscard]] std::vector<LaneCount> choose_turns();
   bool speak(Lock& lock);
-  void take_turns(const LaneCount& entry);
-  void tell_others(const std::vector<LaneCount>& entries);
-  void tell_first(const LaneCount& entry);
+  void say(const std::vector<LaneCount>& entries);
   void flush(Lock& lock);
   [[nodiscard]] bool is_stalled() const;
   [[nodiscard]] bool breaks_record() const;
   bool wait_for_work(Lock& lock);
-  void ask_to_stop(bool for_long = false);
-  void begin_stop();
-  void end_as_last();
-  void add_taken(int by, std::int64_t taken);
-  void end_record(std::int64_t taken);
   void hear(int from, std::string_view message);
   [[nodiscard]] int missing_peer(const Queue& queue) const;
   [[nodiscard]] std::optional<Wait> awaited() const;
-  [[nodiscard]] std::optional<Wait> awaited_end() const;
   bool change_wait(Lock& lock, const std::optional<Wait>& wanted);
 
   [[nodiscard]] std::string topic() const { return group_id + "/issue"; }
@@ -273,11 +248,11 @@ std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::next_in_order() con
     if (unasked && queue->has_ordered()) return queue;
   }
   if (failed || catches_up()) return nullptr;
-  const std::optional<int> lane = turns.next();
-  if (!lane || (owes && turns.is_recorded())) return nullptr;
+  const std::optional<int> lane = turns().next();
+  if (!lane || (owes && turns().is_recorded())) return nullptr;
   const auto found = queues.find(*lane);
   if (found == queues.end() || !found->second->has_ordered()) return nullptr;  // of a record alone
-  return turns.is_recorded() && is_early(*found->second) ? nullptr : found->second;
+  return turns().is_recorded() && is_early(*found->second) ? nullptr : found->second;
 }
 
 // Another rank may not come to its next task before it has issued those that had come before.
@@ -293,7 +268,7 @@ void IssueOrder::State::run_turn(Lock& lock, Queue& queue) {
   if (!several) {
     ++issued_alone;
   } else if (!failed && queue.issued >= queue.unasked) {
-    turns.take();
+    record->take();
   }
   run_front(lock, queue);
 }
@@ -311,7 +286,7 @@ std::vector<LaneCount> IssueOrder::State::take_news() {
 
 // All that is ready on every rank, by the first one.
 std::vector<LaneCount> IssueOrder::State::choose_turns() {
-  if (owes) steps.restart();
+  if (owes) record->restart();
   std::vector<LaneCount> choice;
   for (;;) {
     std::shared_ptr<Queue> best;
@@ -331,43 +306,32 @@ std::vector<LaneCount> IssueOrder::State::choose_turns() {
     ++best->chosen;
     if (choice.empty() || choice.back().lane != best->number) choice.push_back({best->number, 0});
     ++choice.back().count;
-    const std::int64_t length = steps.add(best->number, ends_step);
-    if (length == 0 || adding || owes || members.size() == 1) continue;
-    choice.push_back({kFollow, length});
+    const std::int64_t length = record->choose(best->number, ends_step);
+    if (length == 0 || owes) continue;
+    choice.push_back({RecordedTurns::kFollow, length});
     return choice;
   }
 }
 
 // Only when nothing is left to be issued: so one message speaks of all that has come meanwhile.
 bool IssueOrder::State::speak(Lock& lock) {
-  if (!several || paused || failed || catches_up() || turns.follows()) return false;
+  if (!several || paused || failed || catches_up() || turns().follows()) return false;
   const std::vector<LaneCount> counts = rank == 0 ? choose_turns() : take_news();
   if (counts.empty()) return false;
-  if (rank == 0) {
-    for (const LaneCount& entry : counts) take_turns(entry);
-    tell_others(counts);
-  } else {
-    outbox.push_back({members.front(), generation, counts});
+  for (const LaneCount& entry : counts) {
+    if (rank == 0) record->tell(entry);
   }
+  say(counts);
   flush(lock);
   return true;
 }
 
-// What the first rank has said, on every rank.
-void IssueOrder::State::take_turns(const LaneCount& entry) {
-  if (entry.lane != kFollow) return turns.tell(entry.lane, entry.count);
-  turns.follow(entry.count);
-  asked_to_stop = false;
-}
-
-void IssueOrder::State::tell_others(const std::vector<LaneCount>& entries) {
-  for (const int peer : std::span<const int>(members).subspan(1)) {
+// To all others, or to the first rank.
+void IssueOrder::State::say(const std::vector<LaneCount>& entries) {
+  const std::span<const int> all(members);
+  for (const int peer : rank == 0 ? all.subspan(1) : all.first(1)) {
     outbox.push_back({peer, generation, entries});
   }
-}
-
-void IssueOrder::State::tell_first(const LaneCount& entry) {
-  outbox.push_back({members.front(), generation, {entry}});
 }
 
 // In the order in which they were decided, whichever thread sends them.
@@ -394,20 +358,11 @@ void IssueOrder::State::flush(Lock& lock) {
 void IssueOrder::State::hear(int from, std::string_view message) {
   Lock lock(mutex);
   for (const LaneCount& entry : decode(generation, message)) {
+    if (record->hear(from, entry)) continue;
     const auto found = queues.find(entry.lane);
-    if (entry.lane == kStop) {
-      if (entry.count > 0) steps.distrust();
-      begin_stop();
-    } else if (entry.lane == kTaken || entry.lane == kGone) {
-      if (turns.follows()) add_taken(from, entry.count);
-    } else if (entry.lane == kFreeze) {
-      turns.freeze();
-      tell_first({kTaken, turns.taken()});
-    } else if (entry.lane == kEnd) {
-      end_record(entry.count);
-    } else if (rank != 0) {
+    if (rank != 0) {
       if (found != queues.end()) found->second->chosen += entry.count;
-      take_turns(entry);
+      record->tell(entry);
     } else if (found != queues.end()) {
       const auto member = std::ranges::find(members, from) - members.begin();
       found->second->heard.at(static_cast<std::size_t>(member)) = entry.count;
@@ -423,14 +378,14 @@ void IssueOrder::State::hear(int from, std::string_view message) {
 
 // A recorded turn has no task here and another lane has one, or it must not be taken.
 bool IssueOrder::State::is_stalled() const {
-  if (failed || asked_to_stop || !turns.is_recorded() || !turns.next()) return false;
+  if (failed || record->asked_to_stop() || !turns().is_recorded() || !turns().next()) return false;
   return owes ||
          std::ranges::any_of(queues, [](const auto& entry) { return entry.second->has_ordered(); });
 }
 
 // What is here already shows that the record does not hold.
 bool IssueOrder::State::breaks_record() const {
-  const auto found = queues.find(turns.next().value());
+  const auto found = queues.find(turns().next().value());
   return owes || found == queues.end() || found->second->has_ordered();
 }
 
@@ -442,59 +397,11 @@ bool IssueOrder::State::wait_for_work(Lock& lock) {
     changed.wait(lock);
     return false;
   }
-  if (!stall || stall->taken != turns.taken()) stall = {Clock::now(), turns.taken()};
+  if (!stall || stall->taken != turns().taken()) stall = {Clock::now(), turns().taken()};
   const Clock::time_point end = stall->since + patience.load();
   if (breaks_record() || Clock::now() >= end) return true;
   changed.wait_until(lock, end);
   return false;
-}
-
-void IssueOrder::State::ask_to_stop(bool for_long) {
-  asked_to_stop = true;
-  if (rank != 0) return tell_first({kStop, for_long ? 1 : 0});
-  if (for_long) steps.distrust();
-  begin_stop();
-}
-
-// By the first rank: all say how far they are, and go as far as the furthest of them.
-void IssueOrder::State::begin_stop() {
-  if (!turns.follows() || stopping || adding) return;
-  stopping = true;
-  turns.freeze();
-  tell_others({{kFreeze, 0}});
-  add_taken(members.front(), turns.taken());
-}
-
-// By the first rank, whose last lane is gone: it has issued all, so it is the furthest.
-void IssueOrder::State::end_as_last() {
-  std::vector<LaneCount> entries{{kEnd, turns.taken()}};
-  if (!std::exchange(stopping, false)) {
-    turns.freeze();
-    entries.insert(entries.begin(), {kFreeze, 0});
-  }
-  steps.restart();
-  end_record(turns.taken());
-  tell_others(entries);
-}
-
-void IssueOrder::State::add_taken(int by, std::int64_t taken) {
-  taken_by[by] = taken;
-  if (!stopping || taken_by.size() < members.size()) return;
-  std::int64_t furthest = 0;
-  for (const auto& [_, count] : taken_by) furthest = std::max(furthest, count);
-  stopping = false;
-  steps.broke(turns.rounds());
-  end_record(furthest);
-  tell_others({{kEnd, furthest}});
-}
-
-// Counts what lanes have got by the record, up to its end.
-void IssueOrder::State::end_record(std::int64_t taken) {
-  taken_by.clear();
-  for (const auto& [lane, count] : turns.end_at(taken)) {
-    const auto found = queues.find(lane);
-    if (found != queues.end()) found->second->chosen += count;
-  }
 }
 
 int IssueOrder::State::missing_peer(const Queue& queue) const {
@@ -507,8 +414,11 @@ int IssueOrder::State::missing_peer(const Queue& queue) const {
 // The oldest lane's task that is ready here and has no turn yet.
 std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited() const {
   if (!several || paused || failed || catches_up()) return std::nullopt;
-  if (turns.follows()) return awaited_end();
-  if (turns.next()) return std::nullopt;  // this rank's task is missing: others say so
+  if (turns().follows()) {
+    const std::optional<int> peer = record->awaited();
+    return peer ? std::optional(Wait{-1, turns().taken(), kAfterBuckets, *peer}) : std::nullopt;
+  }
+  if (turns().next()) return std::nullopt;  // this rank's task is missing: others say so
   for (const auto& [number, queue] : queues) {
     const std::int64_t next = queue->chosen;
     if (next >= 0 && next < queue->ready()) {
@@ -516,14 +426,6 @@ std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited() const {
     }
   }
   return std::nullopt;
-}
-
-// Of a record that this rank has asked to end, or that the first one has stopped.
-std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited_end() const {
-  if (adding || (!stopping && !asked_to_stop && !turns.is_frozen())) return std::nullopt;
-  const auto missing = std::ranges::find_if(
-      members, [&](int member) { return !stopping || !taken_by.contains(member); });
-  return Wait{-1, turns.taken(), kAfterBuckets, *missing};
 }
 
 bool IssueOrder::State::change_wait(Lock& lock, const std::optional<Wait>& wanted) {
@@ -587,12 +489,12 @@ std::function<void()> IssueOrder::State::needed_first(const Queue& mine) {
   if (failed || paused || !several || !mine.has_ordered() || catches_up()) return {};
   const bool works = std::ranges::any_of(
       queues, [](const auto& entry) { return entry.second->busy || entry.second->has_local(); });
-  const std::optional<int> lane = turns.next();
+  const std::optional<int> lane = turns().next();
   if (works || !lane) return {};
   const auto found = queues.find(*lane);
   if (found != queues.end() && !found->second->idle()) return {};
-  if (turns.is_recorded()) {
-    if (!asked_to_stop) ask_to_stop();
+  if (turns().is_recorded()) {
+    if (!record->asked_to_stop()) record->ask_to_stop();
     return {};
   }
   if (found == queues.end()) return {};
@@ -618,9 +520,9 @@ void IssueOrder::State::work() {
     if (speak(lock) || change_wait(lock, awaited())) continue;
     if (closing) return;
     // A record that was told of before has ended here, too.
-    if (late == 0 && is_idle() && !turns.follows()) owes = false;
+    if (late == 0 && is_idle() && !turns().follows()) owes = false;
     if (!wait_for_work(lock)) continue;
-    ask_to_stop();
+    record->ask_to_stop();
     flush(lock);
   }
 }
@@ -696,12 +598,10 @@ class IssueOrder::QueueIssuer : public Issuer {
     }
     State::Lock lock(state_->mutex);
     state_->queues.erase(number_);
-    if (!state_->turns.follows()) {
-      state_->steps.restart();
-    } else if (state_->queues.empty() && state_->rank == 0) {
-      state_->end_as_last();
+    if (!state_->turns().follows()) {
+      state_->record->restart();
     } else if (state_->queues.empty()) {
-      state_->tell_first({kGone, state_->turns.taken()});
+      state_->record->leave();
     }
     state_->flush(lock);
     state_->changed.notify_all();
@@ -745,8 +645,8 @@ class IssueOrder::QueueIssuer : public Issuer {
   [[nodiscard]] std::function<void()> needed_first() override { return queue_->needed_first(); }
   void stop_repeating(bool for_long) override {
     State::Lock lock(state_->mutex);
-    if (state_->failed || !state_->turns.follows()) return;
-    if (for_long || !state_->asked_to_stop) state_->ask_to_stop(for_long);
+    if (state_->failed || !state_->turns().follows()) return;
+    if (for_long || !state_->record->asked_to_stop()) state_->record->ask_to_stop(for_long);
     state_->flush(lock);
   }
 
@@ -776,6 +676,14 @@ IssueOrder::IssueOrder(const Communicator& world) : state_(std::make_shared<Stat
   state_->group_id = world.engine()->group_id();
   state_->members = world.world_ranks();
   state_->rank = world.rank();
+  // Both within the state, which has the record.
+  const auto say = [state = state_.get()](const auto& entries) { state->say(entries); };
+  const auto count = [state = state_.get()](int lane, std::int64_t turns) {
+    const auto found = state->queues.find(lane);
+    if (found != state->queues.end()) found->second->chosen += turns;
+  };
+  state_->record.emplace(RecordedTurns::Setting{
+      .members = state_->members, .is_first = state_->rank == 0, .say = say, .count = count});
   comm::Control& control = world.engine()->control();
   const std::weak_ptr<State> weak = state_;
   on_message_ = control.listen(state_->topic(), [weak](int from, std::string_view message) {
@@ -873,16 +781,11 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   comm::Saying mine;
   {
     std::unique_lock lock(state.mutex);
-    state.changed.wait(lock, [&] { return !state.stopping || state.failed; });
-    state.adding = true;
-    if (state.several) {
-      state.turns.freeze();
-    } else {
-      state.turns = {};
-      ++state.generation;
-    }
+    state.changed.wait(lock, [&] { return !state.record->is_stopping() || state.failed; });
+    state.record->begin_adding(state.several);
+    if (!state.several) ++state.generation;
     mine.any = {state.queues.empty() ? '\0' : '\1'};
-    mine.most = {state.several ? state.turns.taken() : state.issued_alone};
+    mine.most = {state.several ? state.turns().taken() : state.issued_alone};
     queue->heard.assign(state.members.size(), 0);
     queue->heard.front() = kAll;          // the first rank knows its own
     state.queues[queue->number] = queue;  // others may tell of it before this rank goes on
@@ -901,14 +804,10 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   }
   {
     std::unique_lock lock(state.mutex);
-    state.paused = state.adding = false;
-    if (error) {
-      state.failed = true;  // nobody knows any more how far the others are
-    } else if (state.rank == 0 && state.several) {
-      state.steps.restart();
-      state.end_record(furthest);
-      state.tell_others({{kEnd, furthest}});
-    }
+    state.paused = false;
+    const bool ends_record = !error && state.rank == 0 && state.several;
+    state.record->end_adding(ends_record ? std::optional(furthest) : std::nullopt);
+    if (error) state.failed = true;  // nobody knows any more how far the others are
     if (error) {
       state.queues.erase(queue->number);
     } else if (!others) {

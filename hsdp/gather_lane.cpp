@@ -1,5 +1,6 @@
 #include "hsdp/gather_lane.h"
 
+#include <cstdint>
 #include <utility>
 #include <vector>
 
@@ -35,10 +36,15 @@ struct GatherLane::Parts {
   Parts(const std::string& name, const reducer::Groups& groups, Communicator its_group,
         std::shared_ptr<IssueOrder::Issuer> issuer)
       : outcome(groups.world),
+        world(groups.world),
+        key(world.next_exchange_key() + "/"),
         group(std::move(its_group)),
         lane(name.c_str(), groups.device, outcome, std::move(issuer)) {}
 
   reducer::Outcome outcome;
+  Communicator world;
+  std::string key;
+  std::int64_t agreements = 0;
   Communicator group;
   reducer::Lane lane;
   std::weak_ptr<IssueOrder::Issuer> of_reducer{};
@@ -77,6 +83,12 @@ Event GatherLane::run(const Event& after, Task task) {
                             parts->outcome.rethrow_failure("gather lane");
                             task(parts->group, stream);
                           });
+}
+
+comm::Agreement GatherLane::agree(const comm::Saying& mine, std::string_view act) {
+  const std::string key = parts_->key + std::to_string(parts_->agreements++);
+  parts_->world.post(key, mine);
+  return parts_->world.collect(key, act);
 }
 
 void GatherLane::on_need(std::function<void()> give) { parts_->lane.on_need(std::move(give)); }

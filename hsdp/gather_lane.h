@@ -20,8 +20,10 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "hsdp/comm/agreement.h"
 #include "hsdp/comm/communicator.h"
 #include "hsdp/device/event.h"
 #include "hsdp/device/stream.h"
@@ -47,6 +49,8 @@ class GatherLane {
   // `after` is enqueued. The Event is done when the task's collectives are complete on this rank;
   // it may outlive the lane.
   Event run(const Event& after, Task task);
+  // Within a task: what all ranks of the mesh say in that task, merged.
+  [[nodiscard]] comm::Agreement agree(const comm::Saying& mine, std::string_view act);
   // On a GPU: `give` is called by a thread that has given this lane tasks while it waits for those
   // of another lane, and the next one of this lane must come first on all ranks [Note: recorded
   // turns]. It gives that one, where it can. Before the first task.

@@ -21,8 +21,8 @@
 // the end of one wait() and the next gather() of their unit.
 // Threads: one at a time. Streams: a round reads slices and writes arrays after `updated`. On a GPU
 // wait() lets a stream wait, not the host.
-// Collective: construction, over the world; begin_update(), over the shard group. The second
-// gather() of a pass waits until all ranks have made their first one, or are in end().
+// Collective over the mesh: construction; begin_update(). The second gather() of a pass waits until
+// all ranks have made their first one, or are in end().
 // Errors: UsageError for slices and arrays that do not fit; MismatchError where ranks have other
 // units. A rank that makes no call is a TimeoutError that names unit and rank. What goes wrong in a
 // round ends the world, and every wait throws it.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <random>
 #include <set>
@@ -206,17 +207,35 @@ class Stage3 {
     gather_->end();
     open.end();
   }
+  // One over these units, forward and back again: each gets its gradient where it is used last.
+  void run(const std::vector<int>& forward, bool is_last = true) {
+    Microbatch open(reducer_, {.last = is_last});
+    for (const int u : forward) use(u, {});
+    for (auto u = forward.rbegin(); u != forward.rend(); ++u) {
+      use(*u, {});
+      if (std::find(u + 1, forward.rend(), *u) == forward.rend()) give(*u);
+    }
+    gather_->end();
+    open.end();
+  }
   void update() { stream_.wait(gather_->begin_update()); }
   // The mean over all ranks, of whom some have left units out.
   void expect(const std::vector<Odd>& of_ranks) {
-    const auto count = static_cast<int>(of_ranks.size());
+    expect(std::ssize(of_ranks), [&](int u, std::size_t r) {
+      return !of_ranks[r].units.contains(u) && !of_ranks[r].holes.contains(u);
+    });
+  }
+  // Or have run() over these.
+  void expect(const std::vector<std::vector<int>>& of_ranks) {
+    expect(std::ssize(of_ranks), [&](int u, std::size_t r) {
+      return std::ranges::find(of_ranks[r], u) != of_ranks[r].end();
+    });
+  }
+  void expect(std::ptrdiff_t count, const std::function<bool(int unit, std::size_t rank)>& gives) {
     for (int u = 0; u < units_; ++u) {
       float sum = 0;
-      for (int r = 0; r < count; ++r) {
-        const Odd& odd = of_ranks[static_cast<std::size_t>(r)];
-        if (!odd.units.contains(u) && !odd.holes.contains(u)) {
-          sum += static_cast<float>((u + 1) * (r + 1));
-        }
+      for (std::size_t r = 0; r < static_cast<std::size_t>(count); ++r) {
+        if (gives(u, r)) sum += static_cast<float>(u + 1) * static_cast<float>(r + 1);
       }
       const TensorView shard = reducer_.shard(name_of(u));
       Values got(static_cast<std::size_t>(shard.count));
@@ -366,6 +385,24 @@ TEST(NcclStage3, ARankThatUsesAUnitOnceMoreDropsTheStep) {
       model.update();
     }
   });
+}
+
+using Uses = std::vector<std::vector<int>>;  // what each rank runs over
+
+// From the first step on, so that groups come to gather other units.
+TEST(NcclStage3, AGroupMaySkipAUnit) {
+  for (const int skipped : {0, 1, 2}) {
+    run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
+      Stage3 model(mesh, 3, Missing::kZero);
+      Uses uses(4, {0, 1, 2});
+      for (const std::size_t r : {2U, 3U}) std::erase(uses[r], skipped);
+      for (int step = 0; step < 12; ++step) {
+        model.run(uses[static_cast<std::size_t>(mesh.rank())]);
+        model.expect(uses);
+        model.update();
+      }
+    });
+  }
 }
 
 TEST(NcclStage3, AMissingGradientIsNamedInARecordedStep) {

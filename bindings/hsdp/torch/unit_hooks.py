@@ -321,8 +321,8 @@ class UnitHooks:
                 self._let_go(unit)
 
     def end(self, reducer: Reducer) -> None:
-        """This rank needs no more of its units for now. Collective over the shard group, but as often as
-        one likes.
+        """This rank needs no more of its units for now. Collective over the mesh, but as often as one
+        likes.
         """
         gathers = self._gathers[reducer]
         self._release_all(gathers)

@@ -91,9 +91,12 @@ comm::Agreement GatherLane::agree(const comm::Saying& mine, std::string_view act
   return parts_->world.collect(key, act);
 }
 
-void GatherLane::on_need(std::function<void()> give) { parts_->lane.on_need(std::move(give)); }
+void GatherLane::on_need(std::function<void()> give) {
+  parts_->lane.on_need(std::move(give));
+  if (const auto of_reducer = parts_->of_reducer.lock()) of_reducer->meet_first();
+}
 
-void GatherLane::stop_repeating(bool for_long) { parts_->lane.stop_repeating(for_long); }
+void GatherLane::stop_repeating() { parts_->lane.stop_repeating(); }
 
 void GatherLane::wait(const Event& done) { parts_->group.wait(done); }
 

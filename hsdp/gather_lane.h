@@ -53,10 +53,11 @@ class GatherLane {
   [[nodiscard]] comm::Agreement agree(const comm::Saying& mine, std::string_view act);
   // On a GPU: `give` is called by a thread that has given this lane tasks while it waits for those
   // of another lane, and the next one of this lane must come first on all ranks [Note: recorded
-  // turns]. It gives that one, where it can. Before the first task.
+  // turns]. It gives that one, where it can. This rank may then give tasks that others do not know
+  // of, before the Reducer's first bucket of a microbatch. On every rank, before the first task.
   void on_need(std::function<void()> give);
-  // What this rank gives from now on is not what it gave before; `for_long`: and may often be so.
-  void stop_repeating(bool for_long);
+  // What this rank gives from now on is not what it gave before.
+  void stop_repeating();
   // Blocks until an Event of run() is complete. Throws what went wrong, also where a GPU did the
   // task and the world failed meanwhile: nobody knows then what has come.
   void wait(const Event& done);

@@ -17,8 +17,8 @@ namespace hsdp::zero {
 
 class RoundRecords {
  public:
-  // The unit that all ranks want in the first round of a pass, if it is the same. From here on there
-  // may be a record to follow.
+  // The unit that all ranks want in the first round of a pass, if it is the same. From here on
+  // there may be a record to follow.
   void begin(std::optional<int> first);
   [[nodiscard]] bool follows() const { return followed_.has_value(); }
   // The units that are still to be gathered, in order; none without a record.

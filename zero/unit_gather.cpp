@@ -260,14 +260,13 @@ UnitGather::Parts::Asked UnitGather::Parts::ask(int own, std::vector<TensorView>
   if (!in_pass) {
     opening.said = asks.said;
   } else if (own >= 0) {
-    if (records.follows()) lane->stop_repeating(true);
+    if (records.follows()) lane->stop_repeating();
     records.depart();
   }
-  asks.done =
-      lane->run(updated, [this, own, wanted = records.hash(), arrays = std::move(arrays),
-                          result = std::move(result)](Communicator& group, Stream& stream) {
-        result->set_value(round(own, wanted, arrays, group, stream));
-      });
+  asks.done = lane->run(updated, [this, own, wanted = records.hash(), arrays = std::move(arrays),
+                                  result = std::move(result)](Communicator& group, Stream& stream) {
+    result->set_value(round(own, wanted, arrays, group, stream));
+  });
   if (!std::exchange(in_pass, true)) opening.done = asks.done;
   return asks;
 }
@@ -276,7 +275,7 @@ void UnitGather::Parts::hear_opening() {
   if (!opening.said.valid()) return;
   try {
     records.begin(hear(opening).common_unit());
-    if (!records.follows()) lane->stop_repeating(false);
+    if (!records.follows()) lane->stop_repeating();
   } catch (const std::future_error&) {  // it was not run, and what comes next says why
     in_pass = false;
   }
@@ -448,13 +447,9 @@ void UnitGather::wait(int unit, Stream& reader) const {
   reader.wait(event);
 }
 
-Event UnitGather::end() {
-  return parts_->rounds_until(kNone, false);
-}
+Event UnitGather::end() { return parts_->rounds_until(kNone, false); }
 
-Event UnitGather::begin_update() {
-  return parts_->rounds_until(kUpdate, true);
-}
+Event UnitGather::begin_update() { return parts_->rounds_until(kUpdate, true); }
 
 GatherStats UnitGather::stats() const {
   const std::scoped_lock lock(parts_->mutex);

@@ -43,6 +43,7 @@ struct Item {
   std::int64_t phase = -1;             // how many tasks but buckets had come to all lanes before it
   std::shared_ptr<HostEvent> event{};  // instead of a task
   bool ordered = false;                // once it is sorted
+  bool opens = false;                  // the first bucket of a microbatch
 };
 
 // Long, as a backward pass may be slow. A thread that waits is what shows that a record is wrong.
@@ -77,6 +78,8 @@ struct IssueOrder::State {
   struct Queue {
     int number = 0;
     std::deque<Item> items;
+    bool meets = false;       // first buckets
+    bool opens_next = true;   // a bucket that comes is the first one
     std::size_t sorted = 0;   // items at the front, known to be ordered or local
     bool holds_back = false;  // a sorted one may yet change what the next ones are
     struct Place {
@@ -130,10 +133,10 @@ struct IssueOrder::State {
   bool several = false;           // lanes: turns are agreed
   std::int64_t issued_alone = 0;  // ordered items, while there is one lane
   std::optional<RecordedTurns> record;
-  std::atomic<std::int64_t> phase = 0;   // of what comes next
-  int late = 0;                          // tokens of come_late() that live
-  bool owes = false;                     // what came late is not issued
-  bool paused = false;                   // until the ranks know from where on they agree
+  std::atomic<std::int64_t> phase = 0;  // of what comes next
+  int late = 0;                         // tokens of come_late() that live
+  bool owes = false;                    // what came late is not issued
+  bool paused = false;                  // until the ranks know from where on they agree
   struct Stall {
     std::chrono::steady_clock::time_point since;
     std::int64_t taken = 0;
@@ -160,6 +163,7 @@ struct IssueOrder::State {
   void give_here(Queue& queue);
   [[nodiscard]] const comm::Turns& turns() const { return record->turns(); }
   [[nodiscard]] bool is_early(const Queue& queue) const;
+  [[nodiscard]] bool is_meeting() const;
   [[nodiscard]] std::function<void()> needed_first(const Queue& mine);
   bool run_one_local(Lock& lock);
   void run_front(Lock& lock, Queue& queue);
@@ -189,6 +193,9 @@ void IssueOrder::State::Queue::sort() {
     Item& item = items[sorted++];
     item.ordered = item.skipped && !item.skipped();
     if (!item.ordered) continue;
+    const bool is_bucket = item.place != kAfterBuckets;
+    item.opens = is_bucket && opens_next;
+    opens_next = !is_bucket;
     places.push_back({item.place, item.ends_step, item.phase});
     holds_back = item.may_skip_later;
   }
@@ -252,7 +259,8 @@ std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::next_in_order() con
   if (!lane || (owes && turns().is_recorded())) return nullptr;
   const auto found = queues.find(*lane);
   if (found == queues.end() || !found->second->has_ordered()) return nullptr;  // of a record alone
-  return turns().is_recorded() && is_early(*found->second) ? nullptr : found->second;
+  const bool waits = turns().is_recorded() && (is_early(*found->second) || is_meeting());
+  return waits ? nullptr : found->second;
 }
 
 // Another rank may not come to its next task before it has issued those that had come before.
@@ -262,6 +270,15 @@ bool IssueOrder::State::is_early(const Queue& queue) const {
     const Queue& other = *entry.second;
     return !other.unissued.empty() && other.unissued.front() < its_phase;
   });
+}
+
+// The next turn is that of a bucket before which a rank may need what no record has. All meet
+// there: none issues it before every rank has it.
+bool IssueOrder::State::is_meeting() const {
+  if (owes || !turns().is_recorded() || !turns().next() || record->has_met()) return false;
+  const auto found = queues.find(*turns().next());
+  if (found == queues.end() || !found->second->meets || !found->second->has_ordered()) return false;
+  return found->second->items.front().opens && !is_early(*found->second);
 }
 
 void IssueOrder::State::run_turn(Lock& lock, Queue& queue) {
@@ -315,7 +332,12 @@ std::vector<LaneCount> IssueOrder::State::choose_turns() {
 
 // Only when nothing is left to be issued: so one message speaks of all that has come meanwhile.
 bool IssueOrder::State::speak(Lock& lock) {
-  if (!several || paused || failed || catches_up() || turns().follows()) return false;
+  if (!several || paused || failed || catches_up()) return false;
+  if (turns().follows()) {
+    if (!is_meeting() || !record->meet()) return false;
+    flush(lock);
+    return true;
+  }
   const std::vector<LaneCount> counts = rank == 0 ? choose_turns() : take_news();
   if (counts.empty()) return false;
   for (const LaneCount& entry : counts) {
@@ -379,6 +401,7 @@ void IssueOrder::State::hear(int from, std::string_view message) {
 // A recorded turn has no task here and another lane has one, or it must not be taken.
 bool IssueOrder::State::is_stalled() const {
   if (failed || record->asked_to_stop() || !turns().is_recorded() || !turns().next()) return false;
+  if (is_meeting()) return false;  // Control knows of that wait
   return owes ||
          std::ranges::any_of(queues, [](const auto& entry) { return entry.second->has_ordered(); });
 }
@@ -416,7 +439,10 @@ std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited() const {
   if (!several || paused || failed || catches_up()) return std::nullopt;
   if (turns().follows()) {
     const std::optional<int> peer = record->awaited();
-    return peer ? std::optional(Wait{-1, turns().taken(), kAfterBuckets, *peer}) : std::nullopt;
+    if (!peer) return std::nullopt;
+    const int place =
+        is_meeting() ? queues.at(*turns().next())->items.front().place : kAfterBuckets;
+    return Wait{-1, turns().taken(), place, *peer};
   }
   if (turns().next()) return std::nullopt;  // this rank's task is missing: others say so
   for (const auto& [number, queue] : queues) {
@@ -643,10 +669,20 @@ class IssueOrder::QueueIssuer : public Issuer {
   }
   void wait(const WaitFor& wait_for) override { queue_->wait(wait_for); }
   [[nodiscard]] std::function<void()> needed_first() override { return queue_->needed_first(); }
-  void stop_repeating(bool for_long) override {
+  void meet_first() override {
+    const std::lock_guard lock(state_->mutex);
+    queue_->queue().meets = true;
+  }
+  void stop_repeating() override {
     State::Lock lock(state_->mutex);
-    if (state_->failed || !state_->turns().follows()) return;
-    if (for_long || !state_->record->asked_to_stop()) state_->record->ask_to_stop(for_long);
+    if (state_->failed || !state_->turns().follows() || state_->record->asked_to_stop()) return;
+    state_->record->ask_to_stop();
+    state_->flush(lock);
+  }
+  void distrust() override {
+    State::Lock lock(state_->mutex);
+    if (state_->failed) return;
+    state_->record->distrust();
     state_->flush(lock);
   }
 

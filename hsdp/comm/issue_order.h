@@ -70,9 +70,14 @@ class IssueOrder {
     virtual void wait(const WaitFor& wait_for) = 0;
     // For a wait of one's own: what to call before going on with it, without a lock. Or nothing.
     [[nodiscard]] virtual std::function<void()> needed_first() = 0;
-    // What comes now is not what came before: no turn is to be repeated, and `for_long` not before
-    // a thousand equal steps.
-    virtual void stop_repeating(bool for_long) = 0;
+    // This lane has buckets, and before a microbatch's first one a rank may need what no record
+    // has: no rank repeats that bucket's turn before all have it. On every rank, while nothing is
+    // open.
+    virtual void meet_first() = 0;
+    // What comes now is not what came before: no turn is to be repeated.
+    virtual void stop_repeating() = 0;
+    // A repeated turn has cost a step: none is repeated again before a thousand equal steps.
+    virtual void distrust() = 0;
     // While it lives, tasks are still to come that other ranks may have by now: those of a step
     // that this rank has dropped.
     [[nodiscard]] virtual std::shared_ptr<void> come_late() = 0;

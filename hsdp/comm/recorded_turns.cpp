@@ -16,11 +16,15 @@ std::int64_t RecordedTurns::choose(int lane, bool ends_step) {
   return adding_ || setting_.members.size() == 1 ? 0 : length;
 }
 
-void RecordedTurns::ask_to_stop(bool for_long) {
+void RecordedTurns::ask_to_stop() {
   asked_to_stop_ = true;
-  if (!setting_.is_first) return setting_.say({{kStop, for_long ? 1 : 0}});
-  if (for_long) steps_.distrust();
+  if (!setting_.is_first) return setting_.say({{kStop, 0}});
   begin_stop();
+}
+
+void RecordedTurns::distrust() {
+  if (!setting_.is_first) return setting_.say({{kDistrust, 0}});
+  steps_.distrust();
 }
 
 // By the first rank: all say how far they are, and go as far as the furthest of them.
@@ -49,8 +53,10 @@ void RecordedTurns::leave() {
 bool RecordedTurns::hear(int from, const LaneCount& entry) {
   switch (entry.lane) {
     case kStop:
-      if (entry.count > 0) steps_.distrust();
       begin_stop();
+      return true;
+    case kDistrust:
+      steps_.distrust();
       return true;
     case kTaken:
     case kGone:
@@ -63,9 +69,35 @@ bool RecordedTurns::hear(int from, const LaneCount& entry) {
     case kEnd:
       end(entry.count);
       return true;
+    case kHere:
+      add_here(from, entry.count);
+      return true;
+    case kAllHere:
+      met_ = entry.count;
+      return true;
     default:
       return false;
   }
+}
+
+bool RecordedTurns::meet() {
+  const std::int64_t taken = turns_.taken();
+  if (std::exchange(said_here_, taken) == taken) return false;
+  if (setting_.is_first) {
+    add_here(setting_.members.front(), taken);
+  } else {
+    setting_.say({{kHere, taken}});
+  }
+  return true;
+}
+
+void RecordedTurns::add_here(int by, std::int64_t taken) {
+  if (taken < here_turn_) return;  // of a record that has ended
+  if (std::exchange(here_turn_, taken) != taken) here_.clear();
+  here_.insert(by);
+  if (here_.size() < setting_.members.size()) return;
+  met_ = taken;
+  setting_.say({{kAllHere, taken}});
 }
 
 void RecordedTurns::add_taken(int by, std::int64_t taken) {
@@ -86,10 +118,16 @@ void RecordedTurns::end(std::int64_t taken) {
 }
 
 std::optional<int> RecordedTurns::awaited() const {
-  if (adding_ || (!stopping_ && !asked_to_stop_ && !turns_.is_frozen())) return std::nullopt;
-  return *std::ranges::find_if(setting_.members, [this](int member) {
-    return !stopping_ || !taken_by_.contains(member);
-  });
+  if (adding_) return std::nullopt;
+  const bool ends = stopping_ || asked_to_stop_ || turns_.is_frozen();
+  const std::int64_t taken = turns_.taken();
+  if (!ends && (said_here_ != taken || has_met())) return std::nullopt;
+  const auto is_late = [&](int member) {
+    if (!setting_.is_first || (ends && !stopping_)) return true;
+    if (ends) return !taken_by_.contains(member);
+    return here_turn_ != taken || !here_.contains(member);
+  };
+  return *std::ranges::find_if(setting_.members, is_late);
 }
 
 void RecordedTurns::begin_adding(bool were_several) {
@@ -98,6 +136,7 @@ void RecordedTurns::begin_adding(bool were_several) {
     turns_.freeze();
   } else {
     turns_ = {};
+    said_here_ = met_ = here_turn_ = -1;
   }
 }
 

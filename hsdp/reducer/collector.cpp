@@ -150,6 +150,7 @@ void Collector::give_next() {
          .got = "none yet",
          .remedy = "use missing=\"zero\" when parameters may go unused"}));
     outcome_.note_fault(fault);
+    issuer_->distrust();
   }
   for (const int p : holes) {
     if (!open_) return;  // dropped meanwhile
@@ -161,6 +162,7 @@ void Collector::give_next() {
 
 void Collector::require_not_sent(int parameter) const {
   if (early_holes_[static_cast<std::size_t>(parameter)] == 0) return;
+  issuer_->distrust();
   throw UsageError(
       {.where = "reducer: gradient of '" + parameters_.spec(parameter).name + "'",
        .expected = "it before this rank waits for a later collective, as in the steps before",

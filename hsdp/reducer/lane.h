@@ -47,8 +47,8 @@ class Lane {
   void give_here() {
     if (issuer_) issuer_->give_here();
   }
-  void stop_repeating(bool for_long) {
-    if (issuer_) issuer_->stop_repeating(for_long);
+  void stop_repeating() {
+    if (issuer_) issuer_->stop_repeating();
   }
 
   // What the calling task enqueues on.

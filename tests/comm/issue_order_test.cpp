@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -634,7 +635,10 @@ class RandomProgram {
         words_(words),
         lane_count_(below(common_, Lanes::kMost) + 1),
         lanes_(world, lane_count_),
-        late_(lanes_, words) {}
+        late_(lanes_, words),
+        meets_(chance(common_, 2)) {
+    for (int lane = 0; lane < lane_count_; ++lane) may_meet(lane);
+  }
 
   std::vector<std::string> run() {
     for (int step = 0; step < 16; ++step) {
@@ -664,6 +668,9 @@ class RandomProgram {
     return static_cast<int>(random() % static_cast<unsigned>(limit));
   }
   static bool chance(std::mt19937& random, int in) { return below(random, in) == 0; }
+  void may_meet(int lane) {
+    if (meets_) lanes_[static_cast<std::size_t>(lane)].meet_first();
+  }
 
   void change(bool may_change_lanes) {
     if (may_change_lanes && chance(common_, 2)) {
@@ -674,7 +681,8 @@ class RandomProgram {
         lanes_.remove(static_cast<std::size_t>(--lane_count_));
       }
       if (lane_count_ < Lanes::kMost && chance(common_, 2)) {
-        lanes_.add(static_cast<std::size_t>(lane_count_++));
+        lanes_.add(static_cast<std::size_t>(lane_count_));
+        may_meet(lane_count_++);
       }
     }
     blocks_.clear();
@@ -751,13 +759,21 @@ class RandomProgram {
   }
 
   // Who skips units takes part in their gathers at the microbatch's end. Gradients come after the
-  // gather of their unit; where nobody waits for that, a rank may read what is reduced first.
+  // gather of their unit; where nobody waits for that, a rank may read what is reduced first. Where
+  // first buckets meet, a rank may need a unit once more before it has any.
   void units(const Block& block) {
-    const int used = early_count(block.buckets);
+    const bool may_need_more = meets_ && chance(common_, 4);
+    const bool needs_more = may_need_more && chance(own_, 2);
+    const int gathers = block.buckets + (may_need_more ? 1 : 0);
+    const int used = needs_more ? gathers : early_count(block.buckets);
     const int early = std::min(early_count(block.buckets), used);
-    const bool needs = chance(common_, 2);
+    const bool needs = may_need_more || chance(common_, 2);
     lanes_.begin(block.lane, block.buckets, early);
-    lanes_.begin(block.other, block.buckets, used, true);
+    lanes_.begin(block.other, gathers, used, true);
+    if (needs_more) {
+      lanes_.give(block.other, gathers);
+      lanes_.wait_for(block.other);
+    }
     for (int n = 0; n < block.buckets; ++n) {
       if (n < used) {
         lanes_.give(block.other, n + 1);
@@ -786,10 +802,73 @@ class RandomProgram {
   int lane_count_;
   Lanes lanes_;
   LateTasks late_;
+  const bool meets_;
   std::vector<Block> blocks_;
   int block_ = 0;
   int norm_ = 0;
 };
+
+// A step that a record has cost is enough: the next one comes after a thousand equal steps.
+TEST(IssueOrder, ARecordThatCostAStepDoesNotComeAgainSoon) {
+  constexpr int kSize = 3;
+  for (const int who : {0, 2}) {
+    std::array<std::array<int, 3>, kSize> sent{};
+    const auto controls = comm::in_process_control(kSize, std::chrono::seconds(30));
+    std::array<std::atomic<int>, kSize> counts{};
+    std::barrier together(kSize);
+    run_each(kSize, [&](std::size_t r) {
+      Communicator world = comm::host_world(
+          std::make_shared<CountingControl>(controls[r], counts[r]), TransportChoice::kAuto);
+      Lanes lanes(world, 2);
+      const auto run = [&](int steps) {
+        for (; steps > 0; --steps) {
+          push_step(lanes, 2);
+          lanes.take(6);
+        }
+        return counts[r].load();
+      };
+      run(20);
+      together.arrive_and_wait();  // no rank is ahead of the end of the record
+      if (world.rank() == who) {
+        lanes[0].distrust();
+        lanes[0].stop_repeating();
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      }
+      together.arrive_and_wait();
+      const int before = run(20);
+      sent[r][0] = run(900) - before;
+      sent[r][1] = run(500);
+      sent[r][2] = run(200);
+      together.arrive_and_wait();  // a rank whose lanes go says so
+    });
+    for (const auto& [asked, early, late] : sent) {
+      EXPECT_GE(asked, 900);
+      EXPECT_EQ(early, late);
+    }
+  }
+}
+
+// The first bucket of a microbatch waits for all ranks, and one needs a gather before it that no
+// record has: the others would have sent that bucket, and cannot take it back.
+TEST(IssueOrder, AGatherThatNoRecordHasMayComeBeforeAFirstBucket) {
+  expect_one_order(3, [&](Communicator& world) {
+    Lanes lanes(world, 2);
+    lanes[0].meet_first();
+    for (int step = 0; step < 30; ++step) {
+      const bool has_more = step % 10 == 9;
+      const bool is_first = has_more && world.rank() == step / 10;
+      lanes.begin(0, 2, 2);
+      lanes.begin(1, has_more ? 2 : 1, is_first ? 2 : 1, true);
+      lanes.give(1, is_first ? 2 : 1);
+      lanes.wait_for(1);
+      lanes.give(0, 2);
+      lanes.finish(1);
+      lanes.finish(0);
+      lanes.push_end(0);
+    }
+    return lanes.take_all();
+  });
+}
 
 // Most with a patience that is too short: then ranks stop when others are ahead of them.
 TEST(IssueOrder, RandomProgramsHaveOneOrder) {

@@ -415,6 +415,12 @@ Event UnitGather::gather(int unit, std::vector<TensorView> arrays, const Event& 
   return done;
 }
 
+bool UnitGather::comes_next(int unit) {
+  parts_->hear_opening();
+  const auto coming = parts_->records.coming();
+  return !parts_->records.follows() || (!coming.empty() && coming.front() == unit);
+}
+
 bool UnitGather::waits_for_opening() const {
   return parts_->opening.said.valid() &&
          parts_->opening.said.wait_for(std::chrono::seconds(0)) != std::future_status::ready;

@@ -68,6 +68,10 @@ class UnitGather {
   Event gather(int unit, std::vector<TensorView> arrays, const Event& updated);
   // True between the first gather of a pass and the time when all ranks have made theirs.
   [[nodiscard]] bool waits_for_opening() const;
+  // Whether gathering that unit now skips none that the ranks gather without asking, and asks them
+  // for none. Where it is not sure to be used: on a GPU, the wrong one may cost the step if this
+  // rank has given gradients. Blocks while waits_for_opening().
+  [[nodiscard]] bool comes_next(int unit);
   // Blocks the host until the last gather of that unit is complete; returns at once before any.
   void wait(int unit);
   // Lets the stream wait, on a GPU for the device's work only.

@@ -191,9 +191,12 @@ class UnitGather:
     def gather(self, unit: int, pointers: list[int], owner: object) -> None:
         """Fills memory that `owner` keeps alive. Never blocks."""
 
+    def comes_next(self, unit: int) -> bool:
+        """Whether gathering it now skips no unit that the ranks gather without asking, and asks for none."""
+
     def wait(self, unit: int) -> None: ...
     def end(self) -> None:
-        """Takes part in what other ranks of the shard group ask for until none does."""
+        """Takes part in what other ranks ask for until none does."""
 
     def begin_update(self) -> None:
         """As `end`, before slices change: until all ranks are here."""

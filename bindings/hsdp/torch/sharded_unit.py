@@ -287,6 +287,13 @@ class ShardedUnit:
         self.is_requested = True
         self.gathers.gather(self._number, pointers, [array.memory() for array in self._arrays])
 
+    def request_ahead(self) -> None:
+        """The same by a guess, unless the ranks' record says that it is wrong: a wrong one would have this
+        rank ask for what it has skipped then.
+        """
+        if not self.is_present and not self.is_requested and self.gathers.comes_next(self._number):
+            self.request()
+
     def expire(self) -> None:
         """Its slices are about to be written to: the next use gathers it anew, unless it is pinned. Until
         then it stays as it is, as a graph may have saved it, and what is written to it counts.

@@ -199,7 +199,7 @@ class UnitHooks:
             if other.is_requested and other not in ahead:
                 other.drop_request()  # a wrong guess
         for following in ahead:
-            following.request()
+            following.request_ahead()
 
     # What is needed from here on, up to a unit that is there now and will have been released by then.
     def _coming(self) -> Iterator[ShardedUnit]:

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <latch>
 #include <map>
 #include <numeric>
 #include <optional>
@@ -196,11 +197,14 @@ class Stage3 {
     gather_.emplace(reducer_, std::move(all));
   }
 
-  // What this rank leaves out: units, or the gradients of some that it gathers; what it gives late.
+  // What this rank leaves out: units, or the gradients of some that it gathers; what it gives late,
+  // and what it uses again when it has given that unit's gradient.
   struct Odd {
     std::set<int> units{};
     std::set<int> holes{};
     std::set<int> late{};
+    std::set<int> again{};
+    std::function<void(int unit)> given = [](int) {};
   };
   // One microbatch, which ends the step.
   void step() { step(Odd()); }
@@ -210,6 +214,8 @@ class Stage3 {
     for (int u = units_ - 1; u >= 0; --u) {
       use(u, odd);
       if (!odd.units.contains(u) && !odd.holes.contains(u) && !odd.late.contains(u)) give(u);
+      odd.given(u);
+      if (odd.again.contains(u)) use(u, odd);
     }
     for (const int u : odd.late) give(u);
     gather_->end();
@@ -266,13 +272,19 @@ class Stage3 {
       return !of_ranks[r].units.contains(u) && !of_ranks[r].holes.contains(u);
     });
   }
+  // After microbatches in which all have given all, this rank and the others.
+  void expect_of_microbatches(int count) {
+    expect(
+        4, [](int, std::size_t) { return true; }, static_cast<float>(count));
+  }
   // Or have run() over these.
   void expect(const std::vector<std::vector<int>>& of_ranks) {
     expect(std::ssize(of_ranks), [&](int u, std::size_t r) {
       return std::ranges::find(of_ranks[r], u) != of_ranks[r].end();
     });
   }
-  void expect(std::ptrdiff_t count, const std::function<bool(int unit, std::size_t rank)>& gives) {
+  void expect(std::ptrdiff_t count, const std::function<bool(int unit, std::size_t rank)>& gives,
+              float microbatches = 1) {
     for (int u = 0; u < units_; ++u) {
       if (u == frozen_) continue;
       float sum = 0;
@@ -283,7 +295,8 @@ class Stage3 {
       Values got(static_cast<std::size_t>(shard.count));
       copy_bytes(got.data(), shard.data, shard.size_in_bytes(), stream_);
       stream_.synchronize();
-      ASSERT_THAT(got, ::testing::Each(sum / static_cast<float>(count))) << name_of(u);
+      ASSERT_THAT(got, ::testing::Each(microbatches * sum / static_cast<float>(count)))
+          << name_of(u);
     }
   }
   [[nodiscard]] std::int64_t messages() const { return reducer_.stats().control_message_count; }
@@ -397,9 +410,12 @@ TEST(NcclStage3, ARankMayLeaveOutWhatItLikes) {
   }
 }
 
+constexpr const char* kSentWithout = "its bucket was sent without it";
+
 // A gradient that comes after others have sent its bucket, and after this rank had to. No rank
 // sends the first bucket before all have it.
-void expect_dropped_for_a_late_gradient(Missing missing) {
+void expect_dropped_step(Missing missing, const Stage3::Odd& what, const std::string& why) {
+  std::latch others(3);
   run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
     Stage3 model(mesh, 4, missing);
     for (int step = 0; step < 20; ++step) {
@@ -416,15 +432,24 @@ void expect_dropped_for_a_late_gradient(Missing missing) {
         model.expect(std::vector<Stage3::Odd>(4));
       } else if (mesh.rank() == 1) {
         try {
-          model.step({.late = {2}});
+          Stage3::Odd odd = what;
+          odd.given = [&](int unit) {
+            if (unit != 3) return;
+            others.wait();
+            // They send what they have.
+            std::this_thread::sleep_for(std::chrono::milliseconds(100));
+          };
+          model.step(odd);
           FAIL() << "no error";
         } catch (const UsageError& error) {
           EXPECT_THAT(error.what(), ::testing::HasSubstr("gradient of 'unit 2'"));
-          EXPECT_THAT(error.what(), ::testing::HasSubstr("its bucket was sent without it"));
+          EXPECT_THAT(error.what(), ::testing::HasSubstr(why));
         }
         model.gather().end();
       } else {
-        model.step();
+        model.step({.given = [&](int unit) {
+          if (unit == 0) others.count_down();
+        }});
         try {
           static_cast<void>(model.reducer().shard("unit 0"));
           FAIL() << "no error";
@@ -439,8 +464,17 @@ void expect_dropped_for_a_late_gradient(Missing missing) {
 
 TEST(NcclStage3, ALateGradientDropsTheStepOnAllRanks) {
   for (const Missing missing : {Missing::kZero, Missing::kError}) {
-    expect_dropped_for_a_late_gradient(missing);
+    expect_dropped_step(missing, {.late = {2}}, kSentWithout);
   }
+}
+
+TEST(NcclStage3, AMissingGradientIsNamedInARecordedStep) {
+  expect_dropped_step(Missing::kError, {.holes = {2}}, "got none yet");
+}
+
+// The others have sent what this rank has still to compute, and serve it only after that.
+TEST(NcclStage3, AUnitThatIsUsedAgainInTheBackwardPassMayDropTheStep) {
+  expect_dropped_step(Missing::kZero, {.again = {3}}, kSentWithout);
 }
 
 using Uses = std::vector<std::vector<int>>;  // what each rank runs over
@@ -449,26 +483,23 @@ using Uses = std::vector<std::vector<int>>;  // what each rank runs over
 // and the last ones send no more than steps of which each is like the one before.
 void expect_right_whatever_changes(MeshShape shape, int units,
                                    const std::function<void(Uses& uses, std::mt19937&)>& change) {
-  for (const unsigned seed : {1U, 2U}) {
-    SCOPED_TRACE(seed);
-    run_nccl_mesh(shape, [&](const Mesh& mesh) {
-      Stage3 model(mesh, units, Missing::kZero);
-      std::mt19937 random(seed);
-      std::vector<int> all(static_cast<std::size_t>(units));
-      std::iota(all.begin(), all.end(), 0);
-      std::int64_t least = 1000;
-      for (int step = 0; step < 80; ++step) {
-        Uses uses(static_cast<std::size_t>(shape.size()), all);
-        if (step < 40 && step % 5 == 4) change(uses, random);
-        const std::int64_t before = model.messages();
-        model.run(uses[static_cast<std::size_t>(mesh.rank())]);
-        model.expect(uses);
-        model.update();
-        if (step >= 60) least = std::min(least, model.messages() - before);
-      }
-      EXPECT_LE(least, mesh.rank() == 0 ? 9 : 7) << "in a quiet step";
-    });
-  }
+  run_nccl_mesh(shape, [&](const Mesh& mesh) {
+    Stage3 model(mesh, units, Missing::kZero);
+    std::mt19937 random(static_cast<unsigned>(shape.replicate));
+    std::vector<int> all(static_cast<std::size_t>(units));
+    std::iota(all.begin(), all.end(), 0);
+    std::int64_t least = 1000;
+    for (int step = 0; step < 80; ++step) {
+      Uses uses(static_cast<std::size_t>(shape.size()), all);
+      if (step < 40 && step % 5 == 4) change(uses, random);
+      const std::int64_t before = model.messages();
+      model.run(uses[static_cast<std::size_t>(mesh.rank())]);
+      model.expect(uses);
+      model.update();
+      if (step >= 60) least = std::min(least, model.messages() - before);
+    }
+    EXPECT_LE(least, mesh.rank() == 0 ? 9 : 7) << "in a quiet step";
+  });
 }
 
 // The others would have sent their buckets by the record, were it not for the first of them.
@@ -510,25 +541,23 @@ TEST(NcclStage3, RanksMayChooseTheirUnits) {
 TEST(NcclStage3, RanksMayGatherAheadAndSkip) {
   constexpr int kMany = 6;
   for (const MeshShape shape : {MeshShape{1, 3}, MeshShape{2, 2}}) {
-    for (const unsigned seed : {1U, 2U, 3U}) {
-      run_nccl_mesh(shape, [&](const Mesh& mesh) {
-        Stage3 model(mesh, kMany, Missing::kZero);
-        std::mt19937 random(seed);
-        for (int step = 0; step < 80; ++step) {
-          Uses uses(static_cast<std::size_t>(shape.size()), {0, 1, 2, 3, 4, 5});
-          Uses forward = uses;
-          for (std::size_t r = 0; r < uses.size(); ++r) {
-            if (step % 10 < 7 || random() % 2 == 0) continue;
-            std::erase_if(uses[r], [&](int) { return random() % 4 == 0; });
-            if (random() % 2 == 0) forward[r] = uses[r];
-          }
-          const auto r = static_cast<std::size_t>(mesh.rank());
-          model.run_ahead(forward[r], {uses[r].rbegin(), uses[r].rend()});
-          model.expect(uses);
-          model.update();
+    run_nccl_mesh(shape, [&](const Mesh& mesh) {
+      Stage3 model(mesh, kMany, Missing::kZero);
+      std::mt19937 random(static_cast<unsigned>(shape.replicate));
+      for (int step = 0; step < 80; ++step) {
+        Uses uses(static_cast<std::size_t>(shape.size()), {0, 1, 2, 3, 4, 5});
+        Uses forward = uses;
+        for (std::size_t r = 0; r < uses.size(); ++r) {
+          if (step % 10 < 7 || random() % 2 == 0) continue;
+          std::erase_if(uses[r], [&](int) { return random() % 4 == 0; });
+          if (random() % 2 == 0) forward[r] = uses[r];
         }
-      });
-    }
+        const auto r = static_cast<std::size_t>(mesh.rank());
+        model.run_ahead(forward[r], {uses[r].rbegin(), uses[r].rend()});
+        model.expect(uses);
+        model.update();
+      }
+    });
   }
 }
 
@@ -565,76 +594,46 @@ TEST(NcclStage3, AGroupMaySkipAUnit) {
   }
 }
 
-// The others have issued what they may of the microbatch that this rank does not begin.
-TEST(NcclStage3, ARankMayDropAStepBetweenMicrobatches) {
-  for (const bool gathers : {true, false}) {
-    run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
-      Stage3 model(mesh, 4, Missing::kZero);
-      for (int step = 0; step < 24; ++step) {
-        const bool is_odd = step % 8 == 7;
-        model.run({0, 1, 2, 3}, false);
-        if (is_odd && mesh.rank() == step / 8) {
-          model.reducer().abandon_step("the test wants it");
-          model.gather().end();
-        } else {
-          if (gathers) model.run({0, 1, 2, 3});
-          if (!gathers) model.run_without_gathers();
-          if (is_odd) {
-            EXPECT_THROW(static_cast<void>(model.reducer().shard("unit 0")), StepAbortedError);
-          }
-        }
-        model.update();
-      }
-    });
-  }
-}
-
-TEST(NcclStage3, AMissingGradientIsNamedInARecordedStep) {
-  run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
-    Stage3 model(mesh, 4, Missing::kError);
-    for (int step = 0; step < 20; ++step) {
-      const bool is_odd = step == 10;
-      if (!is_odd) {
-        model.step();
-        model.expect(std::vector<Stage3::Odd>(4));
-      } else if (mesh.rank() == 1) {
-        try {
-          model.step({.holes = {2}});
-          FAIL() << "no error";
-        } catch (const UsageError& error) {
-          EXPECT_THAT(error.what(), ::testing::HasSubstr("gradient of 'unit 2'"));
-          EXPECT_THAT(error.what(), ::testing::HasSubstr("got none yet"));
-        }
-      } else {
-        model.step();
-        EXPECT_THROW(static_cast<void>(model.reducer().shard("unit 0")), StepAbortedError);
-      }
-      model.update();
-    }
-  });
-}
-
-// Anywhere in a microbatch, while the others are ahead.
-TEST(NcclStage3, ARankMayDropAStepInAMicrobatch) {
+// Rank 1 drops one of many equal steps, when the others have issued what they may of it without
+// this rank; the steps after that are right.
+void expect_right_after_drop(const std::function<void(Stage3& model)>& drop,
+                             const std::function<void(Stage3& model)>& go_on) {
   const std::vector<int> all{0, 1, 2, 3};
   run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
     Stage3 model(mesh, 4, Missing::kZero);
-    for (int step = 0; step < 9 * 8; ++step) {
-      const bool is_odd = step % 8 == 7;
-      const int uses = step / 8;
+    for (int step = 0; step < 14; ++step) {
+      const bool is_dropped = step == 8;
       model.run(all, false);
-      if (is_odd && mesh.rank() == uses % 4) {
-        EXPECT_THROW(model.break_off(all, uses), std::runtime_error);
+      if (is_dropped && mesh.rank() == 1) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        drop(model);
         model.gather().end();
       } else {
-        model.run(all);
-        if (is_odd) {
+        go_on(model);
+        if (is_dropped) {
           EXPECT_THROW(static_cast<void>(model.reducer().shard("unit 0")), StepAbortedError);
+        } else {
+          model.expect_of_microbatches(2);
         }
       }
       model.update();
     }
   });
+}
+
+TEST(NcclStage3, ARankMayDropAStepBetweenMicrobatches) {
+  const auto drop = [](Stage3& model) { model.reducer().abandon_step("the test wants it"); };
+  expect_right_after_drop(drop, [](Stage3& model) { model.run({0, 1, 2, 3}); });
+  expect_right_after_drop(drop, [](Stage3& model) { model.run_without_gathers(); });
+}
+
+TEST(NcclStage3, ARankMayDropAStepInAMicrobatch) {
+  for (int uses = 0; uses < 9; ++uses) {
+    const auto drop = [uses](Stage3& model) {
+      EXPECT_THROW(model.break_off({0, 1, 2, 3}, uses), std::runtime_error);
+    };
+    expect_right_after_drop(drop, [](Stage3& model) { model.run({0, 1, 2, 3}); });
+  }
 }
 
 }  // namespace

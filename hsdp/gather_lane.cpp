@@ -1,11 +1,13 @@
 #include "hsdp/gather_lane.h"
 
+#include <cstdint>
 #include <utility>
 #include <vector>
 
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/compare_lines.h"
+#include "hsdp/reducer/frozen.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/lane.h"
 #include "hsdp/reducer/outcome.h"
@@ -35,15 +37,19 @@ struct GatherLane::Parts {
         std::shared_ptr<IssueOrder::Issuer> issuer)
       : outcome(its_groups.world),
         groups(std::move(its_groups)),
+        key(groups.world.next_exchange_key() + "/"),
         lane(name.c_str(), groups.device, outcome, std::move(issuer)) {}
 
   reducer::Outcome outcome;
   reducer::Groups groups;
+  std::string key;
+  std::int64_t agreements = 0;
   reducer::Lane lane;
+  std::weak_ptr<IssueOrder::Issuer> of_reducer{};
 };
 
 GatherLane::GatherLane(reducer::Groups& groups, const std::string& name,
-                       const std::vector<std::string>& lines) {
+                       const std::vector<std::string>& lines, const reducer::Frozen* reducer) {
   Communicator& world = groups.world;
   compare(world, name, lines);
   const std::string quoted = "'" + name + "'";
@@ -61,6 +67,7 @@ GatherLane::GatherLane(reducer::Groups& groups, const std::string& name,
   std::shared_ptr<IssueOrder::Issuer> issuer = reducer::add_issuer(groups);
   reducer::together(world, "start lane " + quoted, [&] {
     parts_ = std::make_unique<Parts>(name, std::move(own), std::move(issuer));
+    if (reducer != nullptr) parts_->of_reducer = reducer->issuer();
   });
 }
 
@@ -73,6 +80,8 @@ GatherLane::~GatherLane() {
 }
 
 Event GatherLane::run(const Event& after, Task task) {
+  parts_->lane.give_here();
+  if (const auto of_reducer = parts_->of_reducer.lock()) of_reducer->give_here();
   return parts_->lane.run({.scope = reducer::Lane::Scope::kAllRanks, .after = after},
                           [parts = parts_.get(), task = std::move(task)](Stream& stream) {
                             parts->outcome.rethrow_failure("gather lane");
@@ -80,7 +89,21 @@ Event GatherLane::run(const Event& after, Task task) {
                           });
 }
 
-void GatherLane::come_anywhere() { parts_->lane.come_anywhere(); }
+comm::Agreement GatherLane::agree(const comm::Saying& mine, std::string_view act) {
+  const bool on_host = parts_->groups.on_host();
+  Communicator& group = on_host ? parts_->groups.shard : parts_->groups.world;
+  const std::string key = on_host ? group.next_exchange_key()
+                                  : parts_->key + std::to_string(parts_->agreements++);
+  group.post(key, mine);
+  return group.collect(key, act);
+}
+
+void GatherLane::on_need(std::function<void()> give) {
+  parts_->lane.on_need(std::move(give));
+  if (const auto of_reducer = parts_->of_reducer.lock()) of_reducer->meet_first();
+}
+
+void GatherLane::stop_repeating() { parts_->lane.stop_repeating(); }
 
 reducer::Groups& GatherLane::groups() { return parts_->groups; }
 

@@ -20,8 +20,10 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "hsdp/comm/agreement.h"
 #include "hsdp/comm/communicator.h"
 #include "hsdp/device/event.h"
 #include "hsdp/device/stream.h"
@@ -29,6 +31,7 @@
 namespace hsdp {
 
 namespace reducer {
+class Frozen;
 struct Groups;
 }  // namespace reducer
 
@@ -46,12 +49,19 @@ class GatherLane {
   // `after` is enqueued. The Event is done when the task's collectives are complete on this rank;
   // it may outlive the lane.
   Event run(const Event& after, Task task);
-  // From now on a rank may give it its tasks before those of other lanes, and another rank after
-  // them. On every rank, before the first task.
-  void come_anywhere();
   // What its tasks' collectives run on: the shard group that they are given, and where the Reducer's
   // results are sharded over the mesh, the replicas.
   [[nodiscard]] reducer::Groups& groups();
+  // Within a task: what the ranks of the shard group say in that task, merged. On a GPU all ranks of
+  // the mesh, whose lanes are issued in one order.
+  [[nodiscard]] comm::Agreement agree(const comm::Saying& mine, std::string_view act);
+  // On a GPU: `give` is called by a thread that has given this lane tasks while it waits for those
+  // of another lane, and the next one of this lane must come first on all ranks [Note: recorded
+  // turns]. It gives that one, where it can. This rank may then give tasks that others do not know
+  // of, before the Reducer's first bucket of a microbatch. On every rank, before the first task.
+  void on_need(std::function<void()> give);
+  // What this rank gives from now on is not what it gave before.
+  void stop_repeating();
   // Blocks until an Event of run() is complete. Throws what went wrong, also where a GPU did the
   // task and the world failed meanwhile: nobody knows then what has come.
   void wait(const Event& done);
@@ -60,8 +70,9 @@ class GatherLane {
   friend class Reducer;
   struct Parts;
   // Collective over the world: all ranks have it or none. The lines say what else they agree on.
+  // Who gives it tasks gives gradients to the Reducer; null before that is prepared.
   GatherLane(reducer::Groups& groups, const std::string& name,
-             const std::vector<std::string>& lines);
+             const std::vector<std::string>& lines, const reducer::Frozen* reducer);
 
   std::unique_ptr<Parts> parts_;
 };

@@ -220,7 +220,7 @@ std::unique_ptr<GatherLane> Reducer::make_lane(const std::string& name,
     steps.require_idle("make_lane");
     if (prepare) lines = prepare();
   });
-  return std::unique_ptr<GatherLane>(new GatherLane(parts_->groups, name, lines));
+  return std::unique_ptr<GatherLane>(new GatherLane(parts_->groups, name, lines, steps.frozen()));
 }
 MemoryCount Reducer::memory_count() const { return parts_->memory; }
 ReducerState Reducer::state() const { return parts_->steps.state(); }

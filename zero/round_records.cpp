@@ -12,11 +12,10 @@ constexpr std::size_t kMostRecords = 64;
 
 }  // namespace
 
-void RoundRecords::begin(std::span<const int> words) {
-  const int first = words.front();
-  if (first < 0 || !std::ranges::all_of(words, [first](int word) { return word == first; })) return;
-  auto found = next_.find({before_, first});
-  if (found == next_.end()) found = next_.find({std::nullopt, first});
+void RoundRecords::begin(std::optional<int> first) {
+  if (!first) return;
+  auto found = next_.find({before_, *first});
+  if (found == next_.end()) found = next_.find({std::nullopt, *first});
   if (found == next_.end()) return;
   followed_ = found->second;
   position_ = 1;

@@ -17,9 +17,10 @@ namespace hsdp::zero {
 
 class RoundRecords {
  public:
-  // What the ranks want in the first round of a pass: a unit, or a negative number for none. From
-  // here on there may be a record to follow.
-  void begin(std::span<const int> words);
+  // The unit that all ranks want in the first round of a pass, if it is the same. From here on
+  // there may be a record to follow.
+  void begin(std::optional<int> first);
+  [[nodiscard]] bool follows() const { return followed_.has_value(); }
   // The units that are still to be gathered, in order; none without a record.
   [[nodiscard]] std::span<const int> coming() const;
   // So many of them are.

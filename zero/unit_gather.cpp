@@ -8,7 +8,6 @@
 #include <optional>
 #include <set>
 #include <span>
-#include <sstream>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -50,31 +49,35 @@ using unit_gather::Unit;
 constexpr const char* kUnitWhere = "zero: unit gather";
 constexpr std::int64_t kAlignment = 64;
 
-// What ranks say in a round: the number of the unit that they want, or
+// What a rank says in a round: the number of the unit that it wants, or
 constexpr int kNone = -1;    // nothing more for now,
 constexpr int kUpdate = -2;  // nothing more before the next update.
 
+// What all ranks that agree say in a round: the shard group's, on a GPU those of the mesh.
 struct Said {
-  int wants = kNone;
-  std::uint64_t wanted = 0;  // the hash of what it wanted in this pass
-  std::uint64_t calls = 0;   // that of its planned calls
+  std::set<int> words;
+  bool wanted_alike = false;  // in this pass, so far
+  [[nodiscard]] bool want_nothing() const { return *words.rbegin() < 0; }
+  // The unit that all want.
+  [[nodiscard]] std::optional<int> common_unit() const {
+    return words.size() == 1 && !want_nothing() ? std::optional(*words.begin()) : std::nullopt;
+  }
 };
 
-std::string text_of(const Said& said) {
-  return std::to_string(said.wants) + " " + std::to_string(said.wanted) + " " +
-         std::to_string(said.calls);
+std::string bit_of(int word, std::size_t unit_count) {
+  const auto bit = static_cast<std::size_t>(word - kUpdate);
+  std::string bits((unit_count - kUpdate + 7) / 8, '\0');
+  bits[bit / 8] = static_cast<char>(1U << bit % 8);
+  return bits;
 }
 
-Said said_in(const std::string& text) {
-  Said said;
-  std::istringstream(text) >> said.wants >> said.wanted >> said.calls;
-  return said;
-}
-
-// Whether all ranks say the same of that.
-bool agree(std::span<const Said> said, std::uint64_t Said::*what) {
-  return std::ranges::all_of(said,
-                             [&](const Said& one) { return one.*what == said.front().*what; });
+std::set<int> words_in(const std::string& bits) {
+  std::set<int> words;
+  for (std::size_t bit = 0; bit < 8 * bits.size(); ++bit) {
+    const auto byte = static_cast<unsigned char>(bits[bit / 8]);
+    if ((byte >> bit % 8 & 1U) != 0) words.insert(static_cast<int>(bit) + kUpdate);
+  }
+  return words;
 }
 
 // Whoever watches a GPU may speak of it when the gather is gone.
@@ -144,23 +147,29 @@ struct UnitGather::Parts {
   Unit& at(int unit);
   // A round that a record foretells, or one in which the ranks ask each other.
   Event gather(int unit, std::vector<TensorView> arrays, const Event& updated);
-  // Blocks until all have said what ends it.
-  Event rounds_until(int own, bool (*is_over)(int word));
+  // Blocks until all want nothing more, and until all want nothing before the next update.
+  Event rounds_until(int own, bool until_update);
 
   // The next round of the lane. Its Event, and what the ranks say.
   struct Asked {
     Event done;
-    std::shared_future<std::vector<Said>> said;
+    std::shared_future<Said> said;
   };
   Asked ask(int own, std::vector<TensorView> arrays, const Event& updated);
+  // Meanwhile this thread gives other lanes what they need first.
+  static const Said& hear(const Asked& asked) {
+    static_cast<void>(asked.done.enqueued());
+    return asked.said.get();
+  }
   // Takes part in so many rounds that the record foretells, and wants none of them.
   void follow(std::ptrdiff_t count);
   // What this pass began with is known from here on.
   void hear_opening();
 
   // On the lane.
-  std::vector<Said> round(const Said& own, std::span<const TensorView> arrays, Communicator& group,
-                          Stream& stream);
+  Said round(int own, std::uint64_t wanted, std::span<const TensorView> arrays, Communicator& group,
+             Stream& stream);
+  [[nodiscard]] std::set<int> words_of(int own, Communicator& group, std::string_view act);
   // Into memory that nobody reads.
   void take_part(const Unit& unit, Communicator& group, Stream& stream);
   void fill(const Unit& unit, std::span<const TensorView> arrays, Communicator& group,
@@ -173,7 +182,7 @@ struct UnitGather::Parts {
   Device device;
   std::vector<Unit> units;
   RoundRecords records;
-  std::shared_future<std::vector<Said>> opening;  // the first round of this pass, until it is heard
+  Asked opening;  // the first round of this pass, until it is heard
   bool in_pass = false;
   mutable std::mutex mutex;
   GatherStats stats;
@@ -217,55 +226,61 @@ Unit& UnitGather::Parts::at(int unit) {
   return units[check_index(kUnitWhere, "a unit below", unit, std::ssize(units))];
 }
 
-std::vector<Said> UnitGather::Parts::round(const Said& own, std::span<const TensorView> arrays,
-                                           Communicator& group, Stream& stream) {
-  const std::string_view act = own.wants < 0 ? "end the gathers of units" : at(own.wants).act;
-  const std::string key = group.next_exchange_key();
-  Said mine = own;
-  mine.calls = group.call_hash();
-  group.post(key, comm::message_to_all(text_of(mine)));
-  std::vector<Said> said;
-  std::vector<int> words;
-  for (const std::string& text : group.collect(key, act).messages(group.world_ranks())) {
-    said.push_back(said_in(text));
-    words.push_back(said.back().wants);
-  }
-  if (!agree(said, &Said::calls)) group.compare_calls(group.next_exchange_key());
-  for (auto unit = words.begin(); unit != words.end(); ++unit) {
-    if (*unit < 0 || std::find(words.begin(), unit, *unit) != unit) continue;
-    if (*unit == own.wants) {
-      fill(at(*unit), arrays, group, stream);
+Said UnitGather::Parts::round(int own, std::uint64_t wanted, std::span<const TensorView> arrays,
+                              Communicator& group, Stream& stream) {
+  const std::string_view act = own < 0 ? "end the gathers of units" : at(own).act;
+  // Of each group these add up to nothing, where its ranks have made the same calls.
+  const auto calls = static_cast<std::int64_t>(group.call_hash() & 0xffffffffU);
+  const auto bits = static_cast<std::int64_t>(wanted);
+  const comm::Agreement all =
+      lane->agree({.any = bit_of(own, units.size()),
+                   .sum = {group.rank() == 0 ? calls * (group.size() - 1) : -calls},
+                   .most = {bits, ~bits}},
+                  act);
+  if (all.sum.front() != 0) group.compare_calls(group.next_exchange_key());
+  const Said said{words_in(all.any), all.most[0] == ~all.most[1]};
+  const bool is_of_group = said.words.size() == 1 || stream.device().type == DeviceType::kHost;
+  for (const int word : is_of_group ? said.words : words_of(own, group, act)) {
+    if (word < 0) continue;
+    if (word == own) {
+      fill(at(word), arrays, group, stream);
     } else {
-      take_part(at(*unit), group, stream);
+      take_part(at(word), group, stream);
     }
   }
   return said;
 }
 
+// What the ranks of this group say.
+std::set<int> UnitGather::Parts::words_of(int own, Communicator& group, std::string_view act) {
+  const std::string key = group.next_exchange_key();
+  group.post(key, {.any = bit_of(own, units.size())});
+  return words_in(group.collect(key, act).any);
+}
+
 UnitGather::Parts::Asked UnitGather::Parts::ask(int own, std::vector<TensorView> arrays,
                                                 const Event& updated) {
-  auto result = std::make_shared<std::promise<std::vector<Said>>>();
+  auto result = std::make_shared<std::promise<Said>>();
   Asked asks{{}, result->get_future().share()};
   if (!in_pass) {
-    opening = asks.said;
+    opening.said = asks.said;
   } else if (own >= 0) {
+    if (records.follows()) lane->stop_repeating();
     records.depart();
   }
-  in_pass = true;
-  asks.done =
-      lane->run(updated, [this, mine = Said{own, records.hash()}, arrays = std::move(arrays),
-                          result = std::move(result)](Communicator& group, Stream& stream) {
-        result->set_value(round(mine, arrays, group, stream));
-      });
+  asks.done = lane->run(updated, [this, own, wanted = records.hash(), arrays = std::move(arrays),
+                                  result = std::move(result)](Communicator& group, Stream& stream) {
+    result->set_value(round(own, wanted, arrays, group, stream));
+  });
+  if (!std::exchange(in_pass, true)) opening.done = asks.done;
   return asks;
 }
 
 void UnitGather::Parts::hear_opening() {
-  if (!opening.valid()) return;
+  if (!opening.said.valid()) return;
   try {
-    std::vector<int> words;
-    for (const Said& one : opening.get()) words.push_back(one.wants);
-    records.begin(words);
+    records.begin(hear(opening).common_unit());
+    if (!records.follows()) lane->stop_repeating();
   } catch (const std::future_error&) {  // it was not run, and what comes next says why
     in_pass = false;
   }
@@ -338,25 +353,22 @@ void UnitGather::Parts::fill(const Unit& unit, std::span<const TensorView> array
   if (gathers > 0) stats.bytes += bytes;
 }
 
-Event UnitGather::Parts::rounds_until(int own, bool (*is_over)(int word)) {
+Event UnitGather::Parts::rounds_until(int own, bool until_update) {
   if (shard_size == 1) return {};
   for (;;) {
     hear_opening();
     follow(std::ssize(records.coming()));
     const Asked asks = ask(own, {}, {});
-    const auto all_say = [&](bool (*holds)(int word)) {
-      return std::ranges::all_of(asks.said.get(),
-                                 [holds](const Said& one) { return holds(one.wants); });
-    };
     try {
-      if (!all_say([](int word) { return word < 0; })) {
+      const Said& said = hear(asks);
+      if (!said.want_nothing()) {
         records.depart();
         continue;
       }
       opening = {};
       in_pass = false;
-      records.end(agree(asks.said.get(), &Said::wanted));
-      if (all_say(is_over)) return asks.done;
+      records.end(said.wanted_alike);
+      if (!until_update || !said.words.contains(kNone)) return asks.done;
     } catch (const std::future_error&) {  // the task has failed, or was never run
       lane->wait(asks.done);
       throw;
@@ -368,7 +380,11 @@ UnitGather::UnitGather(Reducer& reducer, std::vector<ParameterUnit> units)
     : parts_(std::make_unique<Parts>(reducer)) {
   parts_->lane =
       reducer.make_lane("hsdp-units", [&] { return parts_->prepare(reducer, std::move(units)); });
-  parts_->lane->come_anywhere();  // a rank that skips a unit takes part in its round later
+  // A rank that skips a unit takes part in its round later.
+  parts_->lane->on_need([parts = parts_.get()] {
+    parts->hear_opening();  // which was issued
+    if (!parts->records.coming().empty()) parts->follow(1);
+  });
 }
 
 UnitGather::~UnitGather() = default;
@@ -404,9 +420,15 @@ Event UnitGather::gather(int unit, std::vector<TensorView> arrays, const Event& 
   return done;
 }
 
+bool UnitGather::comes_next(int unit) {
+  parts_->hear_opening();
+  const auto coming = parts_->records.coming();
+  return !parts_->records.follows() || (!coming.empty() && coming.front() == unit);
+}
+
 bool UnitGather::waits_for_opening() const {
-  return parts_->opening.valid() &&
-         parts_->opening.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
+  return parts_->opening.said.valid() &&
+         parts_->opening.said.wait_for(std::chrono::seconds(0)) != std::future_status::ready;
 }
 
 void UnitGather::wait(int unit) {
@@ -436,13 +458,9 @@ void UnitGather::wait(int unit, Stream& reader) const {
   reader.wait(event);
 }
 
-Event UnitGather::end() {
-  return parts_->rounds_until(kNone, [](int word) { return word < 0; });
-}
+Event UnitGather::end() { return parts_->rounds_until(kNone, false); }
 
-Event UnitGather::begin_update() {
-  return parts_->rounds_until(kUpdate, [](int word) { return word == kUpdate; });
-}
+Event UnitGather::begin_update() { return parts_->rounds_until(kUpdate, true); }
 
 GatherStats UnitGather::stats() const {
   const std::scoped_lock lock(parts_->mutex);

@@ -21,8 +21,9 @@
 // the end of one wait() and the next gather() of their unit.
 // Threads: one at a time. Streams: a round reads slices and writes arrays after `updated`. On a GPU
 // wait() lets a stream wait, not the host.
-// Collective: construction, over the world; begin_update(), over the shard group. The second
-// gather() of a pass waits until all ranks have made their first one, or are in end().
+// Collective: construction, over the mesh; begin_update(), over the shard group, on a GPU over the
+// mesh. The second gather() of a pass waits until all of those have made their first one, or are in
+// end().
 // Errors: UsageError for slices and arrays that do not fit; MismatchError where ranks have other
 // units. A rank that makes no call is a TimeoutError that names unit and rank. What goes wrong in a
 // round ends the world, and every wait throws it.
@@ -68,12 +69,17 @@ class UnitGather {
   Event gather(int unit, std::vector<TensorView> arrays, const Event& updated);
   // True between the first gather of a pass and the time when all ranks have made theirs.
   [[nodiscard]] bool waits_for_opening() const;
+  // Whether gathering that unit now skips none that the ranks gather without asking, and asks them
+  // for none. Where it is not sure to be used: on a GPU, the wrong one may cost the step if this
+  // rank has given gradients. Blocks while waits_for_opening().
+  [[nodiscard]] bool comes_next(int unit);
   // Blocks the host until the last gather of that unit is complete; returns at once before any.
   void wait(int unit);
   // Lets the stream wait, on a GPU for the device's work only.
   void wait(int unit, Stream& reader) const;
   // Takes part in what others ask for, and blocks until none does: all are in this call or in
-  // begin_update(). How often a rank calls it is its own affair.
+  // begin_update(). How often a rank calls it is its own affair. On a GPU, where ranks may want
+  // different units: before the end of the microbatch, which others may need units to come to.
   Event end();
   // Before this rank's slices change: blocks, as end() does, until all are in this call. Of either
   // the Event is complete when nobody reads this rank's slices any more, on a GPU later.

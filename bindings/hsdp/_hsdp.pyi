@@ -194,9 +194,12 @@ class UnitGather:
     def gather(self, unit: int, pointers: list[int], owner: object) -> None:
         """Fills memory that `owner` keeps alive. Never blocks."""
 
+    def comes_next(self, unit: int) -> bool:
+        """Whether gathering it now skips no unit that the ranks gather without asking, and asks for none."""
+
     def wait(self, unit: int) -> None: ...
     def end(self) -> None:
-        """Serves requests of other ranks of the shard group until none has any left."""
+        """Serves requests of other ranks until none has any left."""
 
     def begin_update(self) -> None:
         """Like `end`, but before slices change: returns when all ranks are here."""

@@ -97,6 +97,11 @@ class UnitGatherHandle {
       call_released(std::move(call));
     }
   }
+  [[nodiscard]] bool comes_next(int unit) {
+    auto call = [gather = here(), unit] { return gather->comes_next(unit); };
+    return here()->waits_for_opening() ? call_interruptibly(std::move(call), interrupt_)
+                                       : call_released(std::move(call));
+  }
   void wait(int unit) {
     if (!caller_->on_host()) {
       Stream reader = caller_->now();
@@ -156,6 +161,7 @@ void bind_unit_gather(py::module_& module) {
       .def(py::init<ReducerHandle&, const std::vector<GivenUnit>&>())
       .def_static("even_slice", &even_slice)
       .def("gather", &UnitGatherHandle::gather)
+      .def("comes_next", &UnitGatherHandle::comes_next)
       .def("wait", &UnitGatherHandle::wait)
       .def("end", &UnitGatherHandle::end)
       .def("begin_update", &UnitGatherHandle::begin_update)

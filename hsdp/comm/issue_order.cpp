@@ -7,7 +7,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
-#include <cstdlib>
 #include <deque>
 #include <limits>
 #include <map>
@@ -22,13 +21,16 @@
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/control/wire_text.h"
 #include "hsdp/comm/engine.h"
-#include "hsdp/comm/turns.h"
+#include "hsdp/comm/recorded_turns.h"
 #include "hsdp/device/host_event.h"
 
 namespace hsdp {
 namespace {
 
 thread_local bool is_issuing = false;  // the thread of an IssueOrder
+
+using comm::RecordedTurns;
+using LaneCount = RecordedTurns::LaneCount;
 
 constexpr std::int64_t kAll = std::numeric_limits<std::int64_t>::max();
 
@@ -38,39 +40,14 @@ struct Item {
   int place = 0;
   bool may_skip_later = false;
   bool ends_step = false;
-  std::int64_t phase = 0;  // how many tasks that are waited for had come before it, on all lanes
+  std::int64_t phase = -1;             // how many tasks but buckets had come to all lanes before it
   std::shared_ptr<HostEvent> event{};  // instead of a task
   bool ordered = false;                // once it is sorted
+  bool opens = false;                  // the first bucket of a microbatch
 };
 
-// What a message says in place of a lane's number.
-enum Word : int {
-  kFollow = -1,  // the last `count` turns come again and again
-  kStop = -2,    // to the first rank: what has come here is not to be repeated
-  kFreeze = -3,  // take no recorded turn more, and say how many turns were taken
-  kTaken = -4,   // `count` turns were
-  kEnd = -5,     // of the record, when `count` turns were taken
-  kGone = -6,    // the last lane is, and `count` turns were taken
-};
-
-// How long a task that is ready waits for the recorded turn of another lane, where steps are
-// recorded whose lanes overlap. Zero: they are not, and it comes too early for the record.
-std::atomic<std::chrono::microseconds>& patience() {
-  static std::atomic<std::chrono::microseconds> value{[] {
-    const char* const text = std::getenv("HSDP_RECORD_TURNS");
-    const bool on = text != nullptr && std::string_view(text) == "1";
-    return std::chrono::milliseconds(on ? 100 : 0);
-  }()};
-  return value;
-}
-
-bool records_overlaps() { return patience().load().count() > 0; }
-
-// Tasks of one lane: how many there are, or how many come next.
-struct LaneCount {
-  int lane = 0;
-  std::int64_t count = 0;
-};
+// Long, as a backward pass may be slow. A thread that waits is what shows that a record is wrong.
+std::atomic<std::chrono::microseconds> patience{std::chrono::seconds(1)};
 
 std::string encode(std::uint32_t generation, const std::vector<LaneCount>& counts) {
   comm::WireWriter out;
@@ -101,6 +78,8 @@ struct IssueOrder::State {
   struct Queue {
     int number = 0;
     std::deque<Item> items;
+    bool meets = false;       // first buckets
+    bool opens_next = true;   // a bucket that comes is the first one
     std::size_t sorted = 0;   // items at the front, known to be ordered or local
     bool holds_back = false;  // a sorted one may yet change what the next ones are
     struct Place {
@@ -113,10 +92,12 @@ struct IssueOrder::State {
     std::int64_t told = 0;     // how many the first rank knows to be ready here
     std::int64_t chosen = 0;   // how many have got their turn
     std::int64_t unasked = 0;  // how many need none, as there was one lane only: kAll, there is
-    std::vector<std::int64_t> heard;  // first rank: how many are ready, by rank
-    bool busy = false;                // an item is out of the queue but not done
-    int open = 0;                     // tokens of open() that live
-    bool comes_anywhere = false;
+    std::vector<std::int64_t> heard;     // first rank: how many are ready, by rank
+    bool busy = false;                   // an item is out of the queue but not done
+    int open = 0;                        // tokens of open() that live
+    std::deque<std::int64_t> unissued;   // tasks but buckets, as numbers over all lanes
+    std::deque<std::thread::id> givers;  // the last
+    std::function<void()> give;          // on_need()
     std::exception_ptr error;
 
     void sort();
@@ -151,16 +132,11 @@ struct IssueOrder::State {
   int next_number = 0;
   bool several = false;           // lanes: turns are agreed
   std::int64_t issued_alone = 0;  // ordered items, while there is one lane
-  comm::Turns turns;
-  std::int64_t phase = 0;                // of what comes next
-  bool unfit = false;                    // for a record: what has come here, or is late
-  int late = 0;                          // tokens of come_late() that live
-  bool paused = false;                   // until the ranks know from where on they agree
-  bool adding = false;                   // a lane
-  comm::StepRecord steps;                // first rank
-  bool stopping = false;                 // first rank: it waits until it knows of all
-  std::map<int, std::int64_t> taken_by;  // first rank: turns that ranks have taken, by world rank
-  bool asked_to_stop = false;
+  std::optional<RecordedTurns> record;
+  std::atomic<std::int64_t> phase = 0;  // of what comes next
+  int late = 0;                         // tokens of come_late() that live
+  bool owes = false;                    // what came late is not issued
+  bool paused = false;                  // until the ranks know from where on they agree
   struct Stall {
     std::chrono::steady_clock::time_point since;
     std::int64_t taken = 0;
@@ -173,7 +149,7 @@ struct IssueOrder::State {
   };
   std::deque<Message> outbox;
   bool sending = false;
-  std::uint32_t generation = 0;  // of `turns`; messages of an earlier one are not read
+  std::uint32_t generation = 0;  // of `record`; messages of an earlier one are not read
   bool failed = false;
   bool closing = false;
   std::optional<Wait> waiting;  // only the thread's
@@ -184,8 +160,11 @@ struct IssueOrder::State {
   [[nodiscard]] bool is_open() const;
   [[nodiscard]] bool is_idle() const;
   void come(Queue& queue, Item item);
-  void look_for_overlap(const Queue& mine);
-  void forget_unfit();
+  void give_here(Queue& queue);
+  [[nodiscard]] const comm::Turns& turns() const { return record->turns(); }
+  [[nodiscard]] bool is_early(const Queue& queue) const;
+  [[nodiscard]] bool is_meeting() const;
+  [[nodiscard]] std::function<void()> needed_first(const Queue& mine);
   bool run_one_local(Lock& lock);
   void run_front(Lock& lock, Queue& queue);
   void run_turn(Lock& lock, Queue& queue);
@@ -194,21 +173,14 @@ struct IssueOrder::State {
   [[nodiscard]] std::vector<LaneCount> take_news();
   [[nodiscard]] std::vector<LaneCount> choose_turns();
   bool speak(Lock& lock);
-  void take_turns(const LaneCount& entry);
-  void tell_others(const std::vector<LaneCount>& entries);
-  void tell_first(const LaneCount& entry);
+  void say(const std::vector<LaneCount>& entries);
   void flush(Lock& lock);
   [[nodiscard]] bool is_stalled() const;
+  [[nodiscard]] bool breaks_record() const;
   bool wait_for_work(Lock& lock);
-  void ask_to_stop(Lock& lock);
-  void begin_stop();
-  void end_as_last();
-  void add_taken(int by, std::int64_t taken);
-  void end_record(std::int64_t taken);
   void hear(int from, std::string_view message);
   [[nodiscard]] int missing_peer(const Queue& queue) const;
   [[nodiscard]] std::optional<Wait> awaited() const;
-  [[nodiscard]] std::optional<Wait> awaited_end() const;
   bool change_wait(Lock& lock, const std::optional<Wait>& wanted);
 
   [[nodiscard]] std::string topic() const { return group_id + "/issue"; }
@@ -221,6 +193,9 @@ void IssueOrder::State::Queue::sort() {
     Item& item = items[sorted++];
     item.ordered = item.skipped && !item.skipped();
     if (!item.ordered) continue;
+    const bool is_bucket = item.place != kAfterBuckets;
+    item.opens = is_bucket && opens_next;
+    opens_next = !is_bucket;
     places.push_back({item.place, item.ends_step, item.phase});
     holds_back = item.may_skip_later;
   }
@@ -234,6 +209,7 @@ void IssueOrder::State::run_front(Lock& lock, Queue& queue) {
     queue.places.pop_front();
     ++queue.issued;
   }
+  if (item.skipped && item.place == kAfterBuckets) queue.unissued.pop_front();
   const bool held_back = item.ordered && item.may_skip_later;
   queue.busy = true;
   std::exception_ptr error = queue.error;
@@ -279,24 +255,37 @@ std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::next_in_order() con
     if (unasked && queue->has_ordered()) return queue;
   }
   if (failed || catches_up()) return nullptr;
-  const std::optional<int> lane = turns.next();
-  if (!lane || (unfit && turns.is_recorded())) return nullptr;
+  const std::optional<int> lane = turns().next();
+  if (!lane || (owes && turns().is_recorded())) return nullptr;
   const auto found = queues.find(*lane);
   if (found == queues.end() || !found->second->has_ordered()) return nullptr;  // of a record alone
-  // Another rank may not come to this task before it has issued those of earlier phases.
-  const std::int64_t its_phase = found->second->items.front().phase;
-  const bool waits =
-      turns.is_recorded() && std::ranges::any_of(queues, [&](const auto& entry) {
-        return !entry.second->items.empty() && entry.second->items.front().phase < its_phase;
-      });
+  const bool waits = turns().is_recorded() && (is_early(*found->second) || is_meeting());
   return waits ? nullptr : found->second;
+}
+
+// Another rank may not come to its next task before it has issued those that had come before.
+bool IssueOrder::State::is_early(const Queue& queue) const {
+  const std::int64_t its_phase = queue.items.front().phase;
+  return std::ranges::any_of(queues, [its_phase](const auto& entry) {
+    const Queue& other = *entry.second;
+    return !other.unissued.empty() && other.unissued.front() < its_phase;
+  });
+}
+
+// The next turn is that of a bucket before which a rank may need what no record has. All meet
+// there: none issues it before every rank has it.
+bool IssueOrder::State::is_meeting() const {
+  if (owes || !turns().is_recorded() || !turns().next() || record->has_met()) return false;
+  const auto found = queues.find(*turns().next());
+  if (found == queues.end() || !found->second->meets || !found->second->has_ordered()) return false;
+  return found->second->items.front().opens && !is_early(*found->second);
 }
 
 void IssueOrder::State::run_turn(Lock& lock, Queue& queue) {
   if (!several) {
     ++issued_alone;
   } else if (!failed && queue.issued >= queue.unasked) {
-    turns.take();
+    record->take();
   }
   run_front(lock, queue);
 }
@@ -314,7 +303,7 @@ std::vector<LaneCount> IssueOrder::State::take_news() {
 
 // All that is ready on every rank, by the first one.
 std::vector<LaneCount> IssueOrder::State::choose_turns() {
-  if (unfit) steps.restart();
+  if (owes) record->restart();
   std::vector<LaneCount> choice;
   for (;;) {
     std::shared_ptr<Queue> best;
@@ -334,43 +323,37 @@ std::vector<LaneCount> IssueOrder::State::choose_turns() {
     ++best->chosen;
     if (choice.empty() || choice.back().lane != best->number) choice.push_back({best->number, 0});
     ++choice.back().count;
-    const std::int64_t length = steps.add(best->number, ends_step);
-    if (length == 0 || adding || unfit || members.size() == 1) continue;
-    choice.push_back({kFollow, length});
+    const std::int64_t length = record->choose(best->number, ends_step);
+    if (length == 0 || owes) continue;
+    choice.push_back({RecordedTurns::kFollow, length});
     return choice;
   }
 }
 
 // Only when nothing is left to be issued: so one message speaks of all that has come meanwhile.
 bool IssueOrder::State::speak(Lock& lock) {
-  if (!several || paused || failed || catches_up() || turns.follows()) return false;
+  if (!several || paused || failed || catches_up()) return false;
+  if (turns().follows()) {
+    if (!is_meeting() || !record->meet()) return false;
+    flush(lock);
+    return true;
+  }
   const std::vector<LaneCount> counts = rank == 0 ? choose_turns() : take_news();
   if (counts.empty()) return false;
-  if (rank == 0) {
-    for (const LaneCount& entry : counts) take_turns(entry);
-    tell_others(counts);
-  } else {
-    outbox.push_back({members.front(), generation, counts});
+  for (const LaneCount& entry : counts) {
+    if (rank == 0) record->tell(entry);
   }
+  say(counts);
   flush(lock);
   return true;
 }
 
-// What the first rank has said, on every rank.
-void IssueOrder::State::take_turns(const LaneCount& entry) {
-  if (entry.lane != kFollow) return turns.tell(entry.lane, entry.count);
-  turns.follow(entry.count);
-  asked_to_stop = false;
-}
-
-void IssueOrder::State::tell_others(const std::vector<LaneCount>& entries) {
-  for (const int peer : std::span<const int>(members).subspan(1)) {
+// To all others, or to the first rank.
+void IssueOrder::State::say(const std::vector<LaneCount>& entries) {
+  const std::span<const int> all(members);
+  for (const int peer : rank == 0 ? all.subspan(1) : all.first(1)) {
     outbox.push_back({peer, generation, entries});
   }
-}
-
-void IssueOrder::State::tell_first(const LaneCount& entry) {
-  outbox.push_back({members.front(), generation, {entry}});
 }
 
 // In the order in which they were decided, whichever thread sends them.
@@ -397,19 +380,11 @@ void IssueOrder::State::flush(Lock& lock) {
 void IssueOrder::State::hear(int from, std::string_view message) {
   Lock lock(mutex);
   for (const LaneCount& entry : decode(generation, message)) {
+    if (record->hear(from, entry)) continue;
     const auto found = queues.find(entry.lane);
-    if (entry.lane == kStop) {
-      begin_stop();
-    } else if (entry.lane == kTaken || entry.lane == kGone) {
-      if (turns.follows()) add_taken(from, entry.count);
-    } else if (entry.lane == kFreeze) {
-      turns.freeze();
-      tell_first({kTaken, turns.taken()});
-    } else if (entry.lane == kEnd) {
-      end_record(entry.count);
-    } else if (rank != 0) {
+    if (rank != 0) {
       if (found != queues.end()) found->second->chosen += entry.count;
-      take_turns(entry);
+      record->tell(entry);
     } else if (found != queues.end()) {
       const auto member = std::ranges::find(members, from) - members.begin();
       found->second->heard.at(static_cast<std::size_t>(member)) = entry.count;
@@ -425,12 +400,19 @@ void IssueOrder::State::hear(int from, std::string_view message) {
 
 // A recorded turn has no task here and another lane has one, or it must not be taken.
 bool IssueOrder::State::is_stalled() const {
-  if (failed || asked_to_stop || !turns.is_recorded() || !turns.next()) return false;
-  return unfit ||
+  if (failed || record->asked_to_stop() || !turns().is_recorded() || !turns().next()) return false;
+  if (is_meeting()) return false;  // Control knows of that wait
+  return owes ||
          std::ranges::any_of(queues, [](const auto& entry) { return entry.second->has_ordered(); });
 }
 
-// Nothing can be issued. Whether that has been so for long because of a record.
+// What is here already shows that the record does not hold.
+bool IssueOrder::State::breaks_record() const {
+  const auto found = queues.find(turns().next().value());
+  return owes || found == queues.end() || found->second->has_ordered();
+}
+
+// Nothing can be issued. Whether a record is to end for that.
 bool IssueOrder::State::wait_for_work(Lock& lock) {
   using Clock = std::chrono::steady_clock;
   if (!is_stalled()) {
@@ -438,62 +420,11 @@ bool IssueOrder::State::wait_for_work(Lock& lock) {
     changed.wait(lock);
     return false;
   }
-  if (!stall || stall->taken != turns.taken()) stall = {Clock::now(), turns.taken()};
-  const Clock::time_point end = stall->since + patience().load();
-  if (unfit || Clock::now() >= end) return true;
+  if (!stall || stall->taken != turns().taken()) stall = {Clock::now(), turns().taken()};
+  const Clock::time_point end = stall->since + patience.load();
+  if (breaks_record() || Clock::now() >= end) return true;
   changed.wait_until(lock, end);
   return false;
-}
-
-void IssueOrder::State::ask_to_stop(Lock& lock) {
-  asked_to_stop = true;
-  if (rank == 0) {
-    begin_stop();
-  } else {
-    tell_first({kStop, 0});
-  }
-  flush(lock);
-}
-
-// By the first rank: all say how far they are, and go as far as the furthest of them.
-void IssueOrder::State::begin_stop() {
-  if (!turns.follows() || stopping || adding) return;
-  stopping = true;
-  turns.freeze();
-  tell_others({{kFreeze, 0}});
-  add_taken(members.front(), turns.taken());
-}
-
-// By the first rank, whose last lane is gone: it has issued all, so it is the furthest.
-void IssueOrder::State::end_as_last() {
-  std::vector<LaneCount> entries{{kEnd, turns.taken()}};
-  if (!std::exchange(stopping, false)) {
-    turns.freeze();
-    entries.insert(entries.begin(), {kFreeze, 0});
-  }
-  steps.restart();
-  end_record(turns.taken());
-  tell_others(entries);
-}
-
-void IssueOrder::State::add_taken(int by, std::int64_t taken) {
-  taken_by[by] = taken;
-  if (!stopping || taken_by.size() < members.size()) return;
-  std::int64_t furthest = 0;
-  for (const auto& [_, count] : taken_by) furthest = std::max(furthest, count);
-  stopping = false;
-  steps.broke(turns.rounds());
-  end_record(furthest);
-  tell_others({{kEnd, furthest}});
-}
-
-// Counts what lanes have got by the record, up to its end.
-void IssueOrder::State::end_record(std::int64_t taken) {
-  taken_by.clear();
-  for (const auto& [lane, count] : turns.end_at(taken)) {
-    const auto found = queues.find(lane);
-    if (found != queues.end()) found->second->chosen += count;
-  }
 }
 
 int IssueOrder::State::missing_peer(const Queue& queue) const {
@@ -506,8 +437,14 @@ int IssueOrder::State::missing_peer(const Queue& queue) const {
 // The oldest lane's task that is ready here and has no turn yet.
 std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited() const {
   if (!several || paused || failed || catches_up()) return std::nullopt;
-  if (turns.follows()) return awaited_end();
-  if (turns.next()) return std::nullopt;  // this rank's task is missing: others say so
+  if (turns().follows()) {
+    const std::optional<int> peer = record->awaited();
+    if (!peer) return std::nullopt;
+    const int place =
+        is_meeting() ? queues.at(*turns().next())->items.front().place : kAfterBuckets;
+    return Wait{-1, turns().taken(), place, *peer};
+  }
+  if (turns().next()) return std::nullopt;  // this rank's task is missing: others say so
   for (const auto& [number, queue] : queues) {
     const std::int64_t next = queue->chosen;
     if (next >= 0 && next < queue->ready()) {
@@ -515,14 +452,6 @@ std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited() const {
     }
   }
   return std::nullopt;
-}
-
-// Of a record that this rank has asked to end, or that the first one has stopped.
-std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited_end() const {
-  if (adding || (!stopping && !asked_to_stop && !turns.is_frozen())) return std::nullopt;
-  const auto missing = std::ranges::find_if(
-      members, [&](int member) { return !stopping || !taken_by.contains(member); });
-  return Wait{-1, turns.taken(), kAfterBuckets, *missing};
 }
 
 bool IssueOrder::State::change_wait(Lock& lock, const std::optional<Wait>& wanted) {
@@ -552,32 +481,52 @@ bool IssueOrder::State::is_idle() const {
 
 void IssueOrder::State::let_tasks_go_first() {
   Lock lock(mutex);
-  changed.wait(lock, [this] { return is_idle() || is_open() || failed; });
+  const auto may_go = [this] { return is_idle() || is_open() || failed; };
+  while (!changed.wait_for(lock, time_to_look(), may_go)) {
+    std::function<void()> give;
+    for (const auto& [_, queue] : queues) {
+      if (!give) give = needed_first(*queue);
+    }
+    flush(lock);
+    if (!give || may_go()) continue;
+    lock.unlock();
+    give();
+    lock.lock();
+  }
 }
 
 void IssueOrder::State::come(Queue& queue, Item item) {
-  item.phase = phase;
-  if (item.skipped) {
-    look_for_overlap(queue);
-    const bool may_be_awaited = records_overlaps() ? item.ends_step : item.place == kAfterBuckets;
-    if (may_be_awaited) ++phase;
-  }
+  if (item.phase < 0) item.phase = phase;
+  if (item.skipped && item.place == kAfterBuckets) queue.unissued.push_back(phase++);
   queue.items.push_back(std::move(item));
 }
 
-// What comes to this lane now may come before another lane's task here and after it elsewhere.
-void IssueOrder::State::look_for_overlap(const Queue& mine) {
-  if (records_overlaps()) return;
-  const bool overlaps = std::ranges::any_of(queues, [&mine](const auto& entry) {
-    const Queue& other = *entry.second;
-    return &other != &mine && (other.open > 0 || other.comes_anywhere);
-  });
-  if (overlaps) unfit = true;
+void IssueOrder::State::give_here(Queue& queue) {
+  constexpr std::size_t kMost = 4;
+  const std::thread::id here = std::this_thread::get_id();
+  if (std::ranges::find(queue.givers, here) != queue.givers.end()) return;
+  queue.givers.push_back(here);
+  if (queue.givers.size() > kMost) queue.givers.pop_front();
 }
 
-// Once all of that has been issued. A record that was told of before that has ended here.
-void IssueOrder::State::forget_unfit() {
-  if (late == 0 && !is_open() && is_idle() && !turns.follows()) unfit = false;
+// For a thread that waits for a task that `mine` has. A turn that is told has its task here, unless
+// it is one that another rank took by a record that has ended since.
+std::function<void()> IssueOrder::State::needed_first(const Queue& mine) {
+  if (failed || paused || !several || !mine.has_ordered() || catches_up()) return {};
+  const bool works = std::ranges::any_of(
+      queues, [](const auto& entry) { return entry.second->busy || entry.second->has_local(); });
+  const std::optional<int> lane = turns().next();
+  if (works || !lane) return {};
+  const auto found = queues.find(*lane);
+  if (found != queues.end() && !found->second->idle()) return {};
+  if (turns().is_recorded()) {
+    if (!record->asked_to_stop()) record->ask_to_stop();
+    return {};
+  }
+  if (found == queues.end()) return {};
+  const Queue& needed = *found->second;
+  const auto giver = std::ranges::find(needed.givers, std::this_thread::get_id());
+  return giver == needed.givers.end() ? std::function<void()>() : needed.give;
 }
 
 void IssueOrder::State::work() {
@@ -596,8 +545,11 @@ void IssueOrder::State::work() {
     }
     if (speak(lock) || change_wait(lock, awaited())) continue;
     if (closing) return;
-    forget_unfit();
-    if (wait_for_work(lock)) ask_to_stop(lock);
+    // A record that was told of before has ended here, too.
+    if (late == 0 && is_idle() && !turns().follows()) owes = false;
+    if (!wait_for_work(lock)) continue;
+    record->ask_to_stop();
+    flush(lock);
   }
 }
 
@@ -608,20 +560,30 @@ class IssueOrder::IssuerQueue : public Stream::Queue {
       : state_(std::move(state)), queue_(std::move(queue)) {}
 
   void run(std::function<void()> task) override { push({.task = std::move(task)}); }
-  Event record() override {
-    auto event = std::make_shared<HostEvent>();
-    {
-      const std::lock_guard lock(state_->mutex);
-      if (queue_->idle() && !queue_->error) return {};
-    }
-    push({.event = event});
-    return Event(std::move(event));
-  }
+  Event record() override { return Event(push_event()); }
   void wait(const Event& event) override {
     run([event] { event.wait(); });
   }
-  void synchronize() override { record().wait(); }
+  void synchronize() override {
+    const auto event = push_event();
+    if (event == nullptr) return;
+    wait([&event](std::chrono::microseconds time) { return event->wait_for(time); });
+    event->wait();  // throws what went wrong
+  }
   [[nodiscard]] Device device() const override { return {}; }
+
+  void wait(const Issuer::WaitFor& wait_for) {
+    while (!wait_for(time_to_look())) {
+      const std::function<void()> give = needed_first();
+      if (give && !wait_for({})) give();
+    }
+  }
+  [[nodiscard]] std::function<void()> needed_first() {
+    State::Lock lock(state_->mutex);
+    std::function<void()> give = state_->needed_first(*queue_);
+    state_->flush(lock);
+    return give;
+  }
 
   void push(Item item) {
     {
@@ -633,6 +595,17 @@ class IssueOrder::IssuerQueue : public Stream::Queue {
   [[nodiscard]] State::Queue& queue() const { return *queue_; }
 
  private:
+  // None: there is nothing to wait for.
+  [[nodiscard]] std::shared_ptr<HostEvent> push_event() {
+    {
+      const std::lock_guard lock(state_->mutex);
+      if (queue_->idle() && !queue_->error) return nullptr;
+    }
+    auto event = std::make_shared<HostEvent>();
+    push({.event = event});
+    return event;
+  }
+
   std::shared_ptr<State> state_;
   std::shared_ptr<State::Queue> queue_;
 };
@@ -651,12 +624,10 @@ class IssueOrder::QueueIssuer : public Issuer {
     }
     State::Lock lock(state_->mutex);
     state_->queues.erase(number_);
-    if (!state_->turns.follows()) {
-      state_->steps.restart();
-    } else if (state_->queues.empty() && state_->rank == 0) {
-      state_->end_as_last();
+    if (!state_->turns().follows()) {
+      state_->record->restart();
     } else if (state_->queues.empty()) {
-      state_->tell_first({kGone, state_->turns.taken()});
+      state_->record->leave();
     }
     state_->flush(lock);
     state_->changed.notify_all();
@@ -671,24 +642,48 @@ class IssueOrder::QueueIssuer : public Issuer {
                   .skipped = std::move(task.skipped),
                   .place = task.place,
                   .may_skip_later = task.may_skip_later,
-                  .ends_step = task.ends_step});
+                  .ends_step = task.ends_step,
+                  .phase = task.phase});
   }
+  [[nodiscard]] std::int64_t phase() const override { return state_->phase; }
   [[nodiscard]] Stream& stream() override { return stream_; }
   [[nodiscard]] std::shared_ptr<void> open() override {
     return token([](State& state, State::Queue& queue, int count) {
-      if (count > 0) state.look_for_overlap(queue);
       queue.open += count;
+      if (count > 0) state.give_here(queue);
     });
   }
   [[nodiscard]] std::shared_ptr<void> come_late() override {
     return token([](State& state, State::Queue& /*unused*/, int count) {
-      state.unfit = true;
       state.late += count;
+      state.owes = true;
     });
   }
-  void come_anywhere() override {
+  void give_here() override {
     const std::lock_guard lock(state_->mutex);
-    queue_->queue().comes_anywhere = true;
+    state_->give_here(queue_->queue());
+  }
+  void on_need(std::function<void()> give) override {
+    const std::lock_guard lock(state_->mutex);
+    queue_->queue().give = std::move(give);
+  }
+  void wait(const WaitFor& wait_for) override { queue_->wait(wait_for); }
+  [[nodiscard]] std::function<void()> needed_first() override { return queue_->needed_first(); }
+  void meet_first() override {
+    const std::lock_guard lock(state_->mutex);
+    queue_->queue().meets = true;
+  }
+  void stop_repeating() override {
+    State::Lock lock(state_->mutex);
+    if (state_->failed || !state_->turns().follows() || state_->record->asked_to_stop()) return;
+    state_->record->ask_to_stop();
+    state_->flush(lock);
+  }
+  void distrust() override {
+    State::Lock lock(state_->mutex);
+    if (state_->failed) return;
+    state_->record->distrust();
+    state_->flush(lock);
   }
 
  private:
@@ -717,6 +712,14 @@ IssueOrder::IssueOrder(const Communicator& world) : state_(std::make_shared<Stat
   state_->group_id = world.engine()->group_id();
   state_->members = world.world_ranks();
   state_->rank = world.rank();
+  // Both within the state, which has the record.
+  const auto say = [state = state_.get()](const auto& entries) { state->say(entries); };
+  const auto count = [state = state_.get()](int lane, std::int64_t turns) {
+    const auto found = state->queues.find(lane);
+    if (found != state->queues.end()) found->second->chosen += turns;
+  };
+  state_->record.emplace(RecordedTurns::Setting{
+      .members = state_->members, .is_first = state_->rank == 0, .say = say, .count = count});
   comm::Control& control = world.engine()->control();
   const std::weak_ptr<State> weak = state_;
   on_message_ = control.listen(state_->topic(), [weak](int from, std::string_view message) {
@@ -774,8 +777,11 @@ std::shared_ptr<IssueOrder> IssueOrder::of(const Communicator& world) {
   return entry.order;
 }
 
-void IssueOrder::record_overlaps(std::chrono::microseconds its_patience) {
-  patience() = its_patience;
+void IssueOrder::set_patience(std::chrono::microseconds its_patience) { patience = its_patience; }
+
+std::chrono::microseconds IssueOrder::time_to_look() {
+  constexpr std::chrono::microseconds kMost{20'000};
+  return std::min(kMost, patience.load());
 }
 
 void IssueOrder::let_tasks_go_first(const comm::Control& control) {
@@ -811,16 +817,11 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   comm::Saying mine;
   {
     std::unique_lock lock(state.mutex);
-    state.changed.wait(lock, [&] { return !state.stopping || state.failed; });
-    state.adding = true;
-    if (state.several) {
-      state.turns.freeze();
-    } else {
-      state.turns = {};
-      ++state.generation;
-    }
+    state.changed.wait(lock, [&] { return !state.record->is_stopping() || state.failed; });
+    state.record->begin_adding(state.several);
+    if (!state.several) ++state.generation;
     mine.any = {state.queues.empty() ? '\0' : '\1'};
-    mine.most = {state.several ? state.turns.taken() : state.issued_alone};
+    mine.most = {state.several ? state.turns().taken() : state.issued_alone};
     queue->heard.assign(state.members.size(), 0);
     queue->heard.front() = kAll;          // the first rank knows its own
     state.queues[queue->number] = queue;  // others may tell of it before this rank goes on
@@ -839,14 +840,10 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   }
   {
     std::unique_lock lock(state.mutex);
-    state.paused = state.adding = false;
-    if (error) {
-      state.failed = true;  // nobody knows any more how far the others are
-    } else if (state.rank == 0 && state.several) {
-      state.steps.restart();
-      state.end_record(furthest);
-      state.tell_others({{kEnd, furthest}});
-    }
+    state.paused = false;
+    const bool ends_record = !error && state.rank == 0 && state.several;
+    state.record->end_adding(ends_record ? std::optional(furthest) : std::nullopt);
+    if (error) state.failed = true;  // nobody knows any more how far the others are
     if (error) {
       state.queues.erase(queue->number);
     } else if (!others) {

@@ -16,6 +16,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -44,6 +45,7 @@ class IssueOrder {
     std::function<bool()> skipped;
     bool may_skip_later = false;  // it changes what later tasks' `skipped` answers
     bool ends_step = false;       // what comes next is likely to be what came in this step
+    std::int64_t phase = -1;      // a bucket's: phase() when its last gradient came; or now
   };
 
   class Issuer {
@@ -52,13 +54,33 @@ class IssueOrder {
     virtual void run_ordered(OrderedTask task) = 0;
     // Its local tasks, events and waits.
     [[nodiscard]] virtual Stream& stream() = 0;
-    // While it lives, tasks come when they are ready, which is at other times on other ranks.
+    // While it lives, buckets come when they are ready, which is at other times on other ranks. The
+    // calling thread gives tasks.
     [[nodiscard]] virtual std::shared_ptr<void> open() = 0;
+    // How many tasks but buckets have come to all lanes of this rank.
+    [[nodiscard]] virtual std::int64_t phase() const = 0;
+    // The calling thread gives tasks to this lane.
+    virtual void give_here() = 0;
+    // What such a thread calls while it waits for another lane's task, and all ranks must issue
+    // this lane's next one before: gives that at once, where it can. Empty: nothing can be done.
+    virtual void on_need(std::function<void()> give) = 0;
+    // `wait_for` waits so long at most, and says whether what this lane does has come. Returns when
+    // it has; meanwhile this thread gives other lanes what must come first.
+    using WaitFor = std::function<bool(std::chrono::microseconds)>;
+    virtual void wait(const WaitFor& wait_for) = 0;
+    // For a wait of one's own: what to call before going on with it, without a lock. Or nothing.
+    [[nodiscard]] virtual std::function<void()> needed_first() = 0;
+    // This lane has buckets, and before a microbatch's first one a rank may need what no record
+    // has: no rank repeats that bucket's turn before all have it. On every rank, while nothing is
+    // open.
+    virtual void meet_first() = 0;
+    // What comes now is not what came before: no turn is to be repeated.
+    virtual void stop_repeating() = 0;
+    // A repeated turn has cost a step: none is repeated again before a thousand equal steps.
+    virtual void distrust() = 0;
     // While it lives, tasks are still to come that other ranks may have by now: those of a step
     // that this rank has dropped.
     [[nodiscard]] virtual std::shared_ptr<void> come_late() = 0;
-    // From now on tasks may come before those of other lanes on one rank and after them on another.
-    virtual void come_anywhere() = 0;
   };
 
   // The one of that group; everybody who asks for the same group gets the same.
@@ -67,11 +89,11 @@ class IssueOrder {
   IssueOrder(const IssueOrder&) = delete;
   IssueOrder& operator=(const IssueOrder&) = delete;
 
-  // Steps whose lanes overlap are recorded, too, from now on in this process, and a task that is
-  // ready waits so long for the recorded turn of another lane; zero: not any more. Where a rank has
-  // a task later than in the step before, ranks may wait for each other. HSDP_RECORD_TURNS=1 in the
-  // environment means 100 ms.
-  static void record_overlaps(std::chrono::microseconds patience);
+  // How long a task that is ready waits for the recorded turn of another lane where no thread waits
+  // for it, in this process. For tests.
+  static void set_patience(std::chrono::microseconds patience);
+  // After so long a thread that waits looks whether it has to give something first.
+  [[nodiscard]] static std::chrono::microseconds time_to_look();
 
   // Before a thread issues a collective itself: waits until all tasks so far of the world's lanes
   // are issued, which are the same on all ranks. Returns at once on the thread that issues them,

@@ -63,6 +63,8 @@ class StepRecord {
   void restart();
   // The record that came again `rounds` times held no longer.
   void broke(std::int64_t rounds);
+  // What is not repeated costs a step there: many are to be equal before.
+  void distrust() { wanted_ = kMostEqual; }
 
  private:
   static constexpr int kMostEqual = 1 << 10;

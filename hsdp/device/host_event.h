@@ -2,6 +2,7 @@
 // Thread-safe.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -21,6 +22,12 @@ class HostEvent : public Event::State {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return done_; });
     if (error_) std::rethrow_exception(error_);
+  }
+
+  // Whether it is done in that time.
+  [[nodiscard]] bool wait_for(std::chrono::microseconds time) const {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, time, [&] { return done_; });
   }
 
   void throw_if_failed() const override {

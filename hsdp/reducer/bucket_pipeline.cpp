@@ -44,12 +44,14 @@ std::shared_ptr<Lane> BucketPipeline::make_lane(const char* name) const {
   return std::make_shared<Lane>(name, setting_.groups.device, setting_.outcome, setting_.issuer);
 }
 
-void BucketPipeline::launch(int number, int slot, const Plan& plan, const Event& packed) {
+void BucketPipeline::launch(int number, int slot, const Plan& plan, const Event& packed,
+                            std::int64_t phase) {
   launch({.bucket = number,
           .slot = slot,
           .plan = plan,
           .packed = packed,
-          .arithmetic = plan->arithmetic(setting_.layout, number)});
+          .arithmetic = plan->arithmetic(setting_.layout, number),
+          .phase = phase});
 }
 
 void BucketPipeline::launch_zeros(int number, const Plan& plan, const Event& packed) {
@@ -100,7 +102,7 @@ void BucketPipeline::send_to_shard_hop(const Launch& launch) {
     setting_.outcome.guard(kNoStep, [&free] { free.throw_if_failed(); });
     if (!setting_.outcome.failed()) collector_->slot_free(launch.slot, free);
   };
-  shard_lane_->issue({.run = reduce, .step = step, .place = launch.bucket});
+  shard_lane_->issue({.run = reduce, .step = step, .place = launch.bucket, .phase = launch.phase});
 }
 
 void BucketPipeline::send_to_replica_hop(const Launch& launch) {
@@ -118,7 +120,8 @@ void BucketPipeline::send_to_replica_hop(const Launch& launch) {
     });
   };
   replica_lane_->follow(*shard_lane_);
-  replica_lane_->issue({.run = complete_bucket, .step = step, .place = launch.bucket});
+  replica_lane_->issue(
+      {.run = complete_bucket, .step = step, .place = launch.bucket, .phase = launch.phase});
 }
 
 void BucketPipeline::zero_slot(const Launch& launch) {

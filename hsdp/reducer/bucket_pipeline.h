@@ -60,8 +60,9 @@ class BucketPipeline {
   BucketPipeline& operator=(const BucketPipeline&) = delete;
 
   using Plan = std::shared_ptr<const MicrobatchPlan>;
-  // `packed`: the bucket's row in that slot, or its carry, is complete.
-  void launch(int number, int slot, const Plan& plan, const Event& packed);
+  // `packed`: the bucket's row in that slot, or its carry, is complete. `phase`: of the Issuer,
+  // when its last gradient came.
+  void launch(int number, int slot, const Plan& plan, const Event& packed, std::int64_t phase);
   // What this rank still owes its peers of a bucket when it has dropped the step: the same hops, on
   // zeros. After `packed`, when nobody packs any more.
   void launch_zeros(int number, const Plan& plan, const Event& packed);
@@ -78,6 +79,8 @@ class BucketPipeline {
   // from the words what the others send, and sends zeros for that. The plan says which step it is.
   void end_drop(const Ending& ending);
 
+  // What waits for the next bucket to be launched does so no longer.
+  void send_delayed();
   // Orders later buckets after the replica hops launched so far.
   void join_lanes();
   // Lane::run() after everything launched so far: for what reads or changes a result.
@@ -108,6 +111,7 @@ class BucketPipeline {
     Event packed;
     BucketArithmetic arithmetic{};
     bool zeros = false;
+    std::int64_t phase = -1;
   };
   void launch(const Launch& launch);
   void zero_slot(const Launch& launch);
@@ -127,7 +131,6 @@ class BucketPipeline {
   void watch(std::function<void()> task);
   void send_to_shard_hop(const Launch& launch);
   void send_to_replica_hop(const Launch& launch);
-  void send_delayed();
   void wait(const Event& event) { setting_.groups.world.wait(event); }
   [[nodiscard]] std::shared_ptr<Lane> make_lane(const char* name) const;
   // Whether that microbatch ends a step whose result the replicas compare.

@@ -4,6 +4,8 @@
 #include <tuple>
 #include <utility>
 
+#include "hsdp/error.h"
+
 namespace hsdp::reducer {
 
 Collector::Collector(const Setting& setting)
@@ -14,10 +16,12 @@ Collector::Collector(const Setting& setting)
       outcome_(setting.outcome),
       pack_order_(setting.order),
       has_shard_hop_(setting.has_shard_hop),
+      holes_(setting.holes),
       packs_(setting.device, setting.world, setting.holes),
       arrived_(static_cast<std::size_t>(parameters_.size())),
       added_(arrived_.size()),
       accepted_(arrived_.size()),
+      early_holes_(arrived_.size()),
       accumulated_(arrived_.size()),
       kept_(arrived_.size()),
       states_(layout_.buckets().size()),
@@ -27,6 +31,11 @@ Collector::Collector(const Setting& setting)
       free_slots_.emplace_back(slot, Event());
     }
   }
+  if (issuer_) issuer_->on_need([this] { give_next(); });
+}
+
+Collector::~Collector() {
+  if (issuer_) issuer_->on_need({});
 }
 
 const GroupPlan& Collector::group_of(int parameter) const {
@@ -50,11 +59,13 @@ void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
   open_ = true;
   not_captured_.reset();
   if (issuer_) issuer_open_ = issuer_->open();
+  last_giver_ = std::this_thread::get_id();
   plan_ = std::move(plan);
   std::ranges::fill(arrived_, 0);
   if (plan_->begins_step) present_.assign(arrived_.size(), '0');
   std::ranges::fill(added_, 0);
   std::ranges::fill(accepted_, 0);
+  std::ranges::fill(early_holes_, 0);
   order_.clear();
   next_slot_ = next_launch_ = 0;
   unpacked_ = 0;
@@ -62,6 +73,7 @@ void Collector::begin(std::shared_ptr<const MicrobatchPlan> plan) {
     const Bucket& bucket = layout_.buckets()[b];
     const GroupPlan& group = plan_->group(bucket.group);
     states_[b] = {};
+    if (issuer_) states_[b].phase = issuer_->phase();
     if (group.sync == Sync::kNone || bucket.count == 0) continue;
     order_.push_back(static_cast<int>(b));
   }
@@ -87,6 +99,11 @@ bool Collector::arrive(int parameter, StridedView gradient, GradientOwner owner,
   const std::int64_t most = plan_->intake.most;
   if (most != Intake::kAnyNumber && arrived_[p] >= most) return false;
   require_no_capture(valid);
+  require_not_sent(parameter);
+  if (issuer_ && last_giver_ != std::this_thread::get_id()) {
+    last_giver_ = std::this_thread::get_id();
+    issuer_->give_here();
+  }
   ++arrived_[p];
   present_[p] = '1';
   if (!accumulates(parameter)) {
@@ -107,6 +124,51 @@ bool Collector::arrive(int parameter, StridedView gradient, GradientOwner owner,
   }
   wake_waiter();
   return true;
+}
+
+// Called by a thread that would give the gradients, while it waits for another lane.
+void Collector::give_next() {
+  const PackStreams::Farewell farewell(packs_);
+  Lock lock(mutex_);
+  pack_ready(lock);
+  // What is packed late is sent by all ranks after this one's microbatch has ended.
+  if (!open_ || plan_->packs_late) return;
+  if (next_launch_ == order_.size()) return pipeline_.send_delayed();
+  const int bucket = order_[next_launch_];
+  std::vector<int> holes;
+  for (int p = 0; p < parameters_.size(); ++p) {
+    const BucketRun buckets = buckets_of(p);
+    const bool is_here = buckets.first <= bucket && bucket < buckets.end;
+    if (is_here && accepted_[static_cast<std::size_t>(p)] == 0) holes.push_back(p);
+  }
+  if (!holes_ && plan_->fresh && !holes.empty()) {
+    const std::string more =
+        holes.size() > 1 ? " and " + std::to_string(holes.size() - 1) + " more" : "";
+    std::exception_ptr fault = std::make_exception_ptr(UsageError(
+        {.where = "reducer: gradient of '" + parameters_.spec(holes.front()).name + "'" + more,
+         .expected = "one before this rank waits for a later collective, as in the steps before",
+         .got = "none yet",
+         .remedy = "use missing=\"zero\" when parameters may go unused"}));
+    outcome_.note_fault(fault);
+    issuer_->distrust();
+  }
+  for (const int p : holes) {
+    if (!open_) return;  // dropped meanwhile
+    const auto place = static_cast<std::size_t>(p);
+    early_holes_[place] = 1;
+    accept_sum(lock, p, (arrived_[place] == 0 && plan_->fresh) || accumulated_[place] == 0);
+  }
+}
+
+void Collector::require_not_sent(int parameter) const {
+  if (early_holes_[static_cast<std::size_t>(parameter)] == 0) return;
+  issuer_->distrust();
+  throw UsageError(
+      {.where = "reducer: gradient of '" + parameters_.spec(parameter).name + "'",
+       .expected = "it before this rank waits for a later collective, as in the steps before",
+       .got = "it after that, when its bucket was sent without it",
+       .remedy = "begin a new step on every rank; let each step that repeats earlier ones compute "
+                 "its gradients in the same order on every rank"});
 }
 
 void Collector::require_no_capture(const ValidAfter& valid) {
@@ -179,6 +241,9 @@ void Collector::accept(Lock& lock, int parameter) {
   Kept& kept = kept_[p];
   accepted_[p] = 1;
   const BucketRun buckets = buckets_of(parameter);
+  for (int b = buckets.first; issuer_ && b < buckets.end; ++b) {
+    states_[static_cast<std::size_t>(b)].phase = issuer_->phase();
+  }
   kept.unpacked_pieces = buckets.count();
   if (buckets.count() == 0) kept = {};  // no elements: nothing to keep
   if (!has_shard_hop_) {
@@ -361,7 +426,7 @@ void Collector::launch_complete(Lock& lock) {
     } catch (...) {
       fault = std::current_exception();
     }
-    pipeline_.launch(number, reduces ? state.slot : kNoSlot, plan_, packed);
+    pipeline_.launch(number, reduces ? state.slot : kNoSlot, plan_, packed, state.phase);
   }
   if (fault) {  // at last, as it may unlock
     run(lock, [&] { std::rethrow_exception(std::exchange(fault, nullptr)); });
@@ -492,8 +557,22 @@ void Collector::pack_until(const std::function<bool()>& done) {
   while (true) {
     pack_ready(lock);
     if (done()) return;
-    if (ready_.empty()) changed_.wait(lock);
+    if (!ready_.empty()) continue;
+    if (!issuer_) {
+      changed_.wait(lock);
+    } else if (changed_.wait_for(lock, IssueOrder::time_to_look()) == std::cv_status::timeout) {
+      give_first(lock, done);
+    }
   }
+}
+
+// To other lanes, while this thread waits for its buckets.
+void Collector::give_first(Lock& lock, const Done& done) {
+  const std::function<void()> give = issuer_->needed_first();
+  if (!give || done()) return;
+  lock.unlock();
+  give();
+  lock.lock();
 }
 
 bool Collector::leaves_packing_to_caller() const {

@@ -18,6 +18,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -48,12 +49,15 @@ class Collector {
     std::shared_ptr<IssueOrder::Issuer> issuer;  // on a GPU
   };
   explicit Collector(const Setting& setting);
+  ~Collector();
+  Collector(const Collector&) = delete;
+  Collector& operator=(const Collector&) = delete;
 
   // Opens a microbatch.
   void begin(std::shared_ptr<const MicrobatchPlan> plan);
 
   // False when that parameter has all the gradients that it may get; nothing changed then, nor
-  // where it throws.
+  // where it throws. UsageError when it was sent as a hole [Note: recorded turns].
   [[nodiscard]] bool arrive(int parameter, StridedView gradient, GradientOwner owner,
                             const ValidAfter& valid);
 
@@ -98,6 +102,7 @@ class Collector {
   // That parameter's local sum, valid after packed(). None: nothing was added.
   [[nodiscard]] std::optional<TensorView> local_sum(int parameter) const;
   void notify();
+  [[nodiscard]] std::shared_ptr<IssueOrder::Issuer> issuer() const { return issuer_; }
 
   [[nodiscard]] std::int64_t retained_bytes() const;
   [[nodiscard]] std::int64_t peak_retained_bytes() const;
@@ -116,6 +121,7 @@ class Collector {
     int slot = -1;
     Event slot_free;
     int unpacked = 0;
+    std::int64_t phase = -1;   // of the issuer, when the last gradient came
     std::vector<int> waiting;  // parameters that arrived before the slot did
   };
   // One parameter in one bucket.
@@ -137,6 +143,10 @@ class Collector {
    private:
     const Done*& place_;
   };
+  // Gives the issuer its next task now: what has no gradient yet is a hole, or a fault.
+  void give_next();
+  void require_not_sent(int parameter) const;
+  void give_first(Lock& lock, const Done& done);
   [[nodiscard]] const GroupPlan& group_of(int parameter) const;
   // The buckets that carry its elements.
   [[nodiscard]] BucketRun buckets_of(int parameter) const;
@@ -183,6 +193,7 @@ class Collector {
   Outcome& outcome_;
   const PackOrder pack_order_;
   const bool has_shard_hop_;
+  const bool holes_;
   PackStreams packs_;
 
   mutable std::mutex mutex_;
@@ -197,6 +208,7 @@ class Collector {
   std::vector<std::int64_t> added_;    // those of them that are in the local sum
   std::string present_;                // in this step
   std::vector<char> accepted_;         // it will be packed, or is
+  std::vector<char> early_holes_;      // by give_next()
   std::vector<char> accumulated_;
   std::vector<Kept> kept_;
   std::vector<BucketState> states_;
@@ -207,6 +219,7 @@ class Collector {
   // What lies where in the buckets that have a slot, [slot].
   std::array<std::vector<BucketSegment>, kStagingSlots> segments_;
   std::shared_ptr<IssueOrder::Issuer> issuer_;     // on a GPU
+  std::thread::id last_giver_;                     // that it knows
   std::vector<std::pair<int, Event>> free_slots_;  // and after what they may be packed again
   std::int64_t unpacked_ = 0;
   std::optional<Stream> not_captured_;  // the last that was asked, since the last launch

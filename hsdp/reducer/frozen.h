@@ -45,6 +45,7 @@ class Frozen {
   [[nodiscard]] const GradientMemory& memory() const { return *memory_; }
   [[nodiscard]] BucketPipeline& pipeline() { return *pipeline_; }
   [[nodiscard]] Collector& collector() { return *collector_; }
+  [[nodiscard]] std::shared_ptr<IssueOrder::Issuer> issuer() const { return collector_->issuer(); }
   // A zero flag for a step, of those that were taken with the rest: pinned memory may run out.
   [[nodiscard]] Flag step_flag();
   [[nodiscard]] bool sends_f16() const { return sends_f16_; }  // on either hop

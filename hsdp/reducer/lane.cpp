@@ -14,10 +14,11 @@ namespace {
 // Of a task, and then of what it has enqueued on a device.
 class TaskEvent final : public Event::State {
  public:
+  explicit TaskEvent(std::weak_ptr<IssueOrder::Issuer> issuer) : issuer_(std::move(issuer)) {}
   [[nodiscard]] bool complete() const override { return ran_.complete() && device_.complete(); }
   void wait() const override {
     try {
-      ran_.wait();
+      wait_until_run();
     } catch (...) {
       wait_for_device();
       throw;
@@ -26,7 +27,7 @@ class TaskEvent final : public Event::State {
   }
   [[nodiscard]] const Event* enqueued() const override {
     try {
-      ran_.wait();
+      wait_until_run();
       return &device_;
     } catch (...) {  // wait() says it
       return nullptr;
@@ -38,6 +39,12 @@ class TaskEvent final : public Event::State {
   }
 
  private:
+  void wait_until_run() const {
+    if (const auto issuer = ran_.complete() ? nullptr : issuer_.lock()) {
+      issuer->wait([this](std::chrono::microseconds time) { return ran_.wait_for(time); });
+    }
+    ran_.wait();
+  }
   // For what the task has enqueued before it failed; not for ever where the GPU hangs in it.
   void wait_for_device() const {
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
@@ -49,6 +56,7 @@ class TaskEvent final : public Event::State {
     }
   }
 
+  std::weak_ptr<IssueOrder::Issuer> issuer_;  // none on the host
   HostEvent ran_;
   Event device_;  // once it has run
 };
@@ -83,7 +91,8 @@ void Lane::issue(Task task) {
                         .place = task.place,
                         .skipped = [this, step = task.step] { return outcome_.skips(step); },
                         .may_skip_later = task.may_drop,
-                        .ends_step = task.ends_step});
+                        .ends_step = task.ends_step,
+                        .phase = task.phase});
 }
 
 void Lane::follow(const Lane& other) {
@@ -114,7 +123,7 @@ std::exception_ptr Lane::try_task(const Work& work, const std::function<void(Str
 }
 
 Event Lane::run(const Work& work, std::function<void(Stream&)> task) {
-  const auto done = std::make_shared<TaskEvent>();
+  const auto done = std::make_shared<TaskEvent>(issuer_);
   Work known = work;
   // Not by the thread that issues, which may be the one to enqueue it.
   if (!on_host()) known.after = work.after.enqueued();

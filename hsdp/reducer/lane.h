@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 
 #include "hsdp/comm/issue_order.h"
 #include "hsdp/device/event.h"
@@ -30,6 +31,7 @@ class Lane {
     int place = IssueOrder::kAfterBuckets;
     bool may_drop = false;  // it may drop the step, and with it tasks that come later
     bool ends_step = false;
+    std::int64_t phase = -1;  // of an OrderedTask
   };
   void issue(Task task);
   // Later tasks, and the work they enqueue, come after all of the other lane so far.
@@ -39,8 +41,14 @@ class Lane {
   [[nodiscard]] std::shared_ptr<void> come_late() {
     return issuer_ ? issuer_->come_late() : nullptr;
   }
-  void come_anywhere() {
-    if (issuer_) issuer_->come_anywhere();
+  void on_need(std::function<void()> give) {
+    if (issuer_) issuer_->on_need(std::move(give));
+  }
+  void give_here() {
+    if (issuer_) issuer_->give_here();
+  }
+  void stop_repeating() {
+    if (issuer_) issuer_->stop_repeating();
   }
 
   // What the calling task enqueues on.

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <barrier>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -44,7 +45,10 @@ class Lanes {
   Lanes(const Communicator& group, int count) : order_(IssueOrder::of(group)), lanes_(kMost) {
     for (int lane = 0; lane < count; ++lane) add(static_cast<std::size_t>(lane));
   }
-  void add(std::size_t lane) { lanes_[lane] = order_->add_issuer(); }
+  void add(std::size_t lane) {
+    lanes_[lane] = order_->add_issuer();
+    lanes_[lane]->on_need([this, lane] { give_next(lane); });
+  }
   // Waits for what it holds.
   void remove(std::size_t lane) { lanes_[lane].reset(); }
   [[nodiscard]] IssueOrder::Issuer& operator[](std::size_t lane) { return *lanes_[lane]; }
@@ -84,8 +88,9 @@ class Lanes {
   }
   // All that was pushed so far.
   void wait_for_all() {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return issued_.size() == awaited_; });
+    for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
+      if (lanes_[lane]) wait_for(lane);
+    }
   }
   std::vector<std::string> take_all() {
     wait_for_all();
@@ -93,7 +98,52 @@ class Lanes {
   }
   void wait_for(std::size_t lane) { lanes_[lane]->stream().synchronize(); }
 
+  // So many buckets come to this lane, or gathers. From `own` on they are given at the end, or when
+  // this thread waits for another lane and they must come first.
+  void begin(std::size_t lane, int count, int own, bool of_gathers = false) {
+    std::shared_ptr<void> open = of_gathers ? nullptr : lanes_[lane]->open();
+    if (of_gathers) lanes_[lane]->give_here();
+    const std::lock_guard lock(open_mutex_);
+    open_[lane] = {0, count, own, of_gathers, std::move(open)};
+  }
+  void give(std::size_t lane, int end) {
+    const std::lock_guard lock(open_mutex_);
+    while (open_[lane].given < end) give_one(lane);
+  }
+  // Without the end.
+  void finish(std::size_t lane) {
+    give(lane, open_[lane].count);
+    const std::lock_guard lock(open_mutex_);
+    open_[lane] = {};
+  }
+
  private:
+  void give_one(std::size_t lane) {
+    Open& open = open_[lane];
+    if (open.of_gathers) {
+      push_end(lane, false);
+      ++open.given;
+    } else {
+      push(lane, open.given++);
+    }
+  }
+  void give_next(std::size_t lane) {
+    const std::lock_guard lock(open_mutex_);
+    const Open& open = open_[lane];
+    if (open.given == open.count) return;
+    EXPECT_GE(open.given, open.own) << "it would have come";
+    give_one(lane);
+  }
+
+  struct Open {
+    int given = 0;
+    int count = 0;
+    int own = 0;
+    bool of_gathers = false;
+    std::shared_ptr<void> token{};
+  };
+  std::mutex open_mutex_;
+  std::array<Open, kMost> open_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::string> issued_;
@@ -421,15 +471,13 @@ TEST(IssueOrder, ALateBucketHoldsUpNoOtherLane) {
     Lanes lanes(world, 2);
     for (int step = 0; step < 30; ++step) {
       const bool is_late = step % 10 == 9 && world.rank() == step / 10;
-      std::shared_ptr<void> first = lanes[0].open();
-      std::shared_ptr<void> second = lanes[1].open();
-      if (!is_late) lanes.push_buckets(0, 0, 2);
-      lanes.push_buckets(1, 0, 2);
-      second.reset();
+      lanes.begin(0, 2, is_late ? 0 : 2);
+      lanes.begin(1, 2, 2);
+      if (!is_late) lanes.give(0, 2);
+      lanes.finish(1);
       lanes.push_end(1);
       if (step % 10 == 9) lanes.wait_for(1);
-      if (is_late) lanes.push_buckets(0, 0, 2);
-      first.reset();
+      lanes.finish(0);
       lanes.push_end(0);
     }
     return lanes.take_all();
@@ -443,16 +491,16 @@ TEST(IssueOrder, AGatherMayComeBetweenBuckets) {
     Lanes lanes(world, 2);
     for (int step = 0; step < 30; ++step) {
       const bool is_late = step % 10 == 2 && world.rank() == step / 10;
-      std::shared_ptr<void> open = lanes[0].open();
+      lanes.begin(0, 2, is_late ? 0 : 2);
       if (is_late) std::this_thread::sleep_for(std::chrono::milliseconds(20));
-      if (!is_late) lanes.push(0, 0);
+      if (!is_late) lanes.give(0, 1);
       if (step % 10 != 2) lanes.wait_for(0);
       if (!is_late) std::this_thread::sleep_for(std::chrono::milliseconds(2));
       lanes.push_end(1, false);
       lanes.wait_for(1);
-      lanes.push_buckets(0, is_late ? 0 : 1, 2);
+      lanes.give(0, 2);
       lanes.wait_for(0);
-      open.reset();
+      lanes.finish(0);
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
       lanes.push_end(0);
       lanes.wait_for(0);
@@ -559,17 +607,17 @@ TEST(IssueOrder, ARankThatOwesTasksTakesNoRecordedTurn) {
 TEST(IssueOrder, AGatherMayComeAnywhere) {
   expect_one_order(3, [&](Communicator& world) {
     Lanes lanes(world, 2);
-    lanes[1].come_anywhere();
     for (int step = 0; step < 30; ++step) {
       const bool skips = step % 10 == 9 && world.rank() == step / 10;
-      if (!skips) lanes.push_end(1, false);
+      lanes.begin(1, 1, skips ? 0 : 1, true);
+      if (!skips) lanes.finish(1);
       std::shared_ptr<void> open = lanes[0].open();
       lanes.push_buckets(0, 0, 2);
       open.reset();
       lanes.push_end(0);
       if (!skips) continue;
       lanes.wait_for(0);
-      lanes.push_end(1, false);
+      lanes.finish(1);
     }
     return lanes.take_all();
   });
@@ -578,18 +626,19 @@ TEST(IssueOrder, AGatherMayComeAnywhere) {
 // A program that repeats itself and now and then changes on all ranks. Its steps are made of
 // microbatches of one lane or two, gathers between them, and gathers of units inside. A rank may
 // have buckets late, drop a step, skip a unit, and wait alone for what the others do not wait for.
-// `repeats`: no rank does any of that, as recorded overlaps want it.
 class RandomProgram {
  public:
-  RandomProgram(Communicator& world, Words& words, std::uint64_t seed, bool repeats)
+  RandomProgram(Communicator& world, Words& words, std::uint64_t seed)
       : rank_(world.rank()),
         common_(static_cast<unsigned>(seed)),
         own_(static_cast<unsigned>(seed * 7 + static_cast<std::uint64_t>(rank_))),
-        repeats_(repeats),
         words_(words),
         lane_count_(below(common_, Lanes::kMost) + 1),
         lanes_(world, lane_count_),
-        late_(lanes_, words) {}
+        late_(lanes_, words),
+        meets_(chance(common_, 2)) {
+    for (int lane = 0; lane < lane_count_; ++lane) may_meet(lane);
+  }
 
   std::vector<std::string> run() {
     for (int step = 0; step < 16; ++step) {
@@ -598,7 +647,7 @@ class RandomProgram {
       for (const Block& block : blocks_) {
         ++block_;
         const bool is_hole = has_holes && chance(common_, 3);
-        const int dropper = chance(common_, 5) && !repeats_ ? below(common_, 3) : -1;
+        const int dropper = chance(common_, 5) ? below(common_, 3) : -1;
         if (!is_hole) run_block(block, dropper);
       }
       microbatch({.lane = 0, .buckets = 1}, -1);
@@ -619,23 +668,22 @@ class RandomProgram {
     return static_cast<int>(random() % static_cast<unsigned>(limit));
   }
   static bool chance(std::mt19937& random, int in) { return below(random, in) == 0; }
+  void may_meet(int lane) {
+    if (meets_) lanes_[static_cast<std::size_t>(lane)].meet_first();
+  }
 
   void change(bool may_change_lanes) {
     if (may_change_lanes && chance(common_, 2)) {
       late_.finish_all();
       norm(0);
-      if (repeats_ || chance(own_, 2)) lanes_.wait_for_all();
+      if (chance(own_, 2)) lanes_.wait_for_all();
       if (lane_count_ > 1 && chance(common_, 2)) {
         lanes_.remove(static_cast<std::size_t>(--lane_count_));
-        has_units_ &= lane_count_ == Lanes::kMost;
       }
       if (lane_count_ < Lanes::kMost && chance(common_, 2)) {
-        lanes_.add(static_cast<std::size_t>(lane_count_++));
+        lanes_.add(static_cast<std::size_t>(lane_count_));
+        may_meet(lane_count_++);
       }
-    }
-    if (lane_count_ == Lanes::kMost && !has_units_ && !repeats_ && chance(common_, 4)) {
-      lanes_[Lanes::kMost - 1].come_anywhere();
-      has_units_ = true;
     }
     blocks_.clear();
     for (int n = below(common_, 4); n > 0; --n) {
@@ -643,14 +691,13 @@ class RandomProgram {
       block.lane = static_cast<std::size_t>(below(common_, lane_count_));
       block.other = static_cast<std::size_t>(below(common_, lane_count_));
       block.buckets = below(common_, 4);
-      const bool is_units = has_units_ && block.other == Lanes::kMost - 1;
-      const int kind = below(common_, 4);
+      const int kind = below(common_, 5);
       if (kind == 0) {
         block.kind = Kind::kGathers;
       } else if (kind == 2) {
         block.kind = Kind::kNorm;
-      } else if (block.lane != block.other && kind == 1) {
-        block.kind = is_units ? Kind::kUnits : Kind::kNested;
+      } else if (block.lane != block.other && kind != 3) {
+        block.kind = kind == 1 ? Kind::kNested : Kind::kUnits;
       }
     }
   }
@@ -661,12 +708,10 @@ class RandomProgram {
     switch (block.kind) {
       case Kind::kGathers:
         for (int n = 0; n < block.buckets; ++n) lanes_.push_end(block.lane, false);
-        if (!repeats_) may_wait_for(block.lane);
-        return;
+        return may_wait_for(block.lane);
       case Kind::kNorm:
         norm(block.lane);
-        if (!repeats_) may_wait_for(block.lane);
-        return;
+        return may_wait_for(block.lane);
       case Kind::kMicrobatch:
         return microbatch(block, dropper);
       case Kind::kNested:
@@ -697,44 +742,54 @@ class RandomProgram {
   }
 
   void nested(const Block& block) {
-    std::shared_ptr<void> outer = lanes_[block.lane].open();
-    std::shared_ptr<void> inner = lanes_[block.other].open();
     const int outer_early = early_count(block.buckets);
     const int inner_early = early_count(block.buckets);
+    lanes_.begin(block.lane, block.buckets, outer_early);
+    lanes_.begin(block.other, block.buckets, inner_early);
     const bool outer_first = chance(own_, 2);
-    if (outer_first) lanes_.push_buckets(block.lane, 0, outer_early);
-    lanes_.push_buckets(block.other, 0, inner_early);
-    if (!outer_first) lanes_.push_buckets(block.lane, 0, outer_early);
-    lanes_.push_buckets(block.other, inner_early, block.buckets);
-    inner.reset();
+    if (outer_first) lanes_.give(block.lane, outer_early);
+    lanes_.give(block.other, inner_early);
+    if (!outer_first) lanes_.give(block.lane, outer_early);
+    lanes_.finish(block.other);
     lanes_.push_end(block.other);
     may_wait_for(block.other);
-    lanes_.push_buckets(block.lane, outer_early, block.buckets);
-    outer.reset();
+    lanes_.finish(block.lane);
     lanes_.push_end(block.lane);
     may_wait_for(block.lane);
   }
 
-  // Who skips a unit takes part in its gather at the microbatch's end.
+  // Who skips units takes part in their gathers at the microbatch's end. Gradients come after the
+  // gather of their unit; where nobody waits for that, a rank may read what is reduced first. Where
+  // first buckets meet, a rank may need a unit once more before it has any.
   void units(const Block& block) {
-    std::shared_ptr<void> open = lanes_[block.lane].open();
-    const int used = early_count(block.buckets);
+    const bool may_need_more = meets_ && chance(common_, 4);
+    const bool needs_more = may_need_more && chance(own_, 2);
+    const int gathers = block.buckets + (may_need_more ? 1 : 0);
+    const int used = needs_more ? gathers : early_count(block.buckets);
+    const int early = std::min(early_count(block.buckets), used);
+    const bool needs = may_need_more || chance(common_, 2);
+    lanes_.begin(block.lane, block.buckets, early);
+    lanes_.begin(block.other, gathers, used, true);
+    if (needs_more) {
+      lanes_.give(block.other, gathers);
+      lanes_.wait_for(block.other);
+    }
     for (int n = 0; n < block.buckets; ++n) {
       if (n < used) {
-        lanes_.push_end(block.other, false);
-        lanes_.wait_for(block.other);
+        lanes_.give(block.other, n + 1);
+        if (needs) lanes_.wait_for(block.other);
       }
-      lanes_.push(block.lane, n);
+      if (n < early) lanes_.give(block.lane, n + 1);
     }
-    for (int n = used; n < block.buckets; ++n) lanes_.push_end(block.other, false);
-    open.reset();
+    if (needs || chance(own_, 2)) lanes_.finish(block.other);
+    lanes_.finish(block.lane);
     lanes_.push_end(block.lane);
+    if (!needs) may_wait_for(block.lane);
+    lanes_.finish(block.other);
   }
 
   // How many buckets are not late.
-  int early_count(int buckets) {
-    return repeats_ || !chance(own_, 3) ? buckets : below(own_, buckets + 1);
-  }
+  int early_count(int buckets) { return !chance(own_, 3) ? buckets : below(own_, buckets + 1); }
   void may_wait_for(std::size_t lane) {
     if (chance(own_, 4)) lanes_.wait_for(lane);
     if (chance(own_, 4)) std::this_thread::yield();
@@ -743,35 +798,93 @@ class RandomProgram {
   int rank_;
   std::mt19937 common_;
   std::mt19937 own_;
-  bool repeats_;
   Words& words_;
   int lane_count_;
   Lanes lanes_;
   LateTasks late_;
-  bool has_units_ = false;  // the last lane's
+  const bool meets_;
   std::vector<Block> blocks_;
   int block_ = 0;
   int norm_ = 0;
 };
 
-// Some with recorded overlaps, with and without a patience that is too short: then ranks stop when
-// others are ahead of them.
+// A step that a record has cost is enough: the next one comes after a thousand equal steps.
+TEST(IssueOrder, ARecordThatCostAStepDoesNotComeAgainSoon) {
+  constexpr int kSize = 3;
+  for (const int who : {0, 2}) {
+    std::array<std::array<int, 3>, kSize> sent{};
+    const auto controls = comm::in_process_control(kSize, std::chrono::seconds(30));
+    std::array<std::atomic<int>, kSize> counts{};
+    std::barrier together(kSize);
+    run_each(kSize, [&](std::size_t r) {
+      Communicator world = comm::host_world(
+          std::make_shared<CountingControl>(controls[r], counts[r]), TransportChoice::kAuto);
+      Lanes lanes(world, 2);
+      const auto run = [&](int steps) {
+        for (; steps > 0; --steps) {
+          push_step(lanes, 2);
+          lanes.take(6);
+        }
+        return counts[r].load();
+      };
+      run(20);
+      together.arrive_and_wait();  // no rank is ahead of the end of the record
+      if (world.rank() == who) {
+        lanes[0].distrust();
+        lanes[0].stop_repeating();
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      }
+      together.arrive_and_wait();
+      const int before = run(20);
+      sent[r][0] = run(900) - before;
+      sent[r][1] = run(500);
+      sent[r][2] = run(200);
+      together.arrive_and_wait();  // a rank whose lanes go says so
+    });
+    for (const auto& [asked, early, late] : sent) {
+      EXPECT_GE(asked, 900);
+      EXPECT_EQ(early, late);
+    }
+  }
+}
+
+// The first bucket of a microbatch waits for all ranks, and one needs a gather before it that no
+// record has: the others would have sent that bucket, and cannot take it back.
+TEST(IssueOrder, AGatherThatNoRecordHasMayComeBeforeAFirstBucket) {
+  expect_one_order(3, [&](Communicator& world) {
+    Lanes lanes(world, 2);
+    lanes[0].meet_first();
+    for (int step = 0; step < 30; ++step) {
+      const bool has_more = step % 10 == 9;
+      const bool is_first = has_more && world.rank() == step / 10;
+      lanes.begin(0, 2, 2);
+      lanes.begin(1, has_more ? 2 : 1, is_first ? 2 : 1, true);
+      lanes.give(1, is_first ? 2 : 1);
+      lanes.wait_for(1);
+      lanes.give(0, 2);
+      lanes.finish(1);
+      lanes.finish(0);
+      lanes.push_end(0);
+    }
+    return lanes.take_all();
+  });
+}
+
+// Most with a patience that is too short: then ranks stop when others are ahead of them.
 TEST(IssueOrder, RandomProgramsHaveOneOrder) {
   const int count =
       std::getenv("HSDP_SEEDS") != nullptr ? std::atoi(std::getenv("HSDP_SEEDS")) : 300;
   for (int seed = 0; seed < count; ++seed) {
     SCOPED_TRACE(seed);
-    const bool repeats = seed % 3 == 0;
-    IssueOrder::record_overlaps(std::chrono::microseconds(!repeats         ? 0
-                                                          : seed % 60 == 0 ? 100'000
-                                                                           : 1 + seed % 9 * 20));
+    IssueOrder::set_patience(std::chrono::microseconds(
+        seed % 20 == 0 ? 20'000 : 1 + static_cast<std::int64_t>(seed % 9) * 20));
     Words words;
     expect_one_order(3, [&](Communicator& world) {
-      return RandomProgram(world, words, static_cast<std::uint64_t>(seed), repeats).run();
+      return RandomProgram(world, words, static_cast<std::uint64_t>(seed)).run();
     });
     if (HasFailure()) break;
   }
-  IssueOrder::record_overlaps({});
+  IssueOrder::set_patience(std::chrono::seconds(1));
 }
 
 TEST(IssueOrder, ATaskThatARankNeverHasIsATimeoutThatNamesThatRank) {

@@ -2,8 +2,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <functional>
 #include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -222,6 +225,38 @@ TEST(NcclOrder, ABucketThatIsAHoleOnOneRankHoldsUpNoOtherReducer) {
     static_cast<void>(two.b.read());
     two.first.end_microbatch();
   });
+}
+
+// Steps of two Reducers, one within the other, that ranks repeat without asking. Now and then one
+// rank alone has holes in the outer one, or reads the inner one's result first.
+TEST(NcclOrder, NestedReducersRepeatTheirOrder) {
+  StepCase holes = random_step({{.name = "a", .shape = {1024}},
+                                {.name = "b", .shape = {1024}},
+                                {.name = "c", .shape = {1024}}},
+                               2, {Sync::kAll}, 61);
+  const TwoSteps steps{holes, large_steps(2, 62).second, Missing::kZero};
+  std::mutex mutex;
+  std::vector<std::int64_t> messages;
+  run_two_reducers({1, 2}, steps, [&](const TwoReducers& two) {
+    std::int64_t fewest = 1000;
+    for (int step = 0; step < 40; ++step) {
+      const std::int64_t before = two.first.stats().control_message_count;
+      const bool is_odd = step < 30 && step % 5 == 4 && two.rank == step % 2;
+      two.a.begin(0);
+      two.b.begin(0);
+      if (!is_odd) two.a.hand_over_all(0);
+      two.b.hand_over(0, 0);
+      two.second.end_microbatch();
+      if (is_odd || step % 5 == 3) static_cast<void>(two.b.read());
+      two.first.end_microbatch();
+      static_cast<void>(two.first.found_inf());
+      static_cast<void>(two.second.found_inf());
+      if (step > 30) fewest = std::min(fewest, two.first.stats().control_message_count - before);
+    }
+    const std::lock_guard lock(mutex);
+    messages.push_back(fewest);
+  });
+  EXPECT_THAT(messages, ::testing::Each(5)) << "2 words, 2 bits, who had gradients of the first";
 }
 
 // Then the ranks have other tasks in other places, and the status word still says what is wrong.

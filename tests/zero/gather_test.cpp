@@ -508,16 +508,14 @@ TEST(UnitGather, AsksAsOftenForManyUnitsAsForFew) {
 // same.
 void run_pass(RoundRecords& records, const std::vector<int>& wants, bool same,
               bool departs = false) {
-  const std::vector<int> words(3, wants.front());
-  records.begin(words);
+  records.begin(wants.front());
   for (const int unit : wants) records.want(unit);
   if (departs) records.depart();
   records.end(same);
 }
 
 std::vector<int> coming_after(RoundRecords records, int first) {
-  const std::vector<int> words(3, first);
-  records.begin(words);
+  records.begin(first);
   const auto coming = records.coming();
   return {coming.begin(), coming.end()};
 }
@@ -581,6 +579,23 @@ TEST(UnitGather, GathersOnceWhatSeveralRanksWant) {
     gather.end().wait();
     EXPECT_EQ(gather.stats().gather_count, 3) << "two wanted one, and one the other";
     EXPECT_EQ(reducer.stats().parameter_gather_bytes, 0) << "scratch is given back";
+  });
+}
+
+// Other groups take part in the rounds alone.
+TEST(UnitGather, GathersInAGroupWhatItsRanksWant) {
+  run_mesh({2, 2}, [](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    SlicedUnits sliced(reducer, Dtype::kF32, 2);
+    UnitGather gather(reducer, sliced.units());
+    const int wanted = mesh.rank() / 2;  // of this group
+    for (int pass = 0; pass < 3; ++pass) {
+      gather.gather(wanted, sliced.arrays(wanted), {});
+      gather.wait(wanted);
+      sliced.expect(wanted, "in a group");
+      gather.end().wait();
+    }
+    EXPECT_EQ(gather.stats().gather_count, 3);
   });
 }
 

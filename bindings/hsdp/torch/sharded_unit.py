@@ -296,6 +296,13 @@ class ShardedUnit:
         self.is_requested = True
         self.gathers.gather(self._number, pointers, [array.memory() for array in self._arrays])
 
+    def request_ahead(self) -> None:
+        """The same by a guess, unless the ranks' record says that it is wrong: a wrong one would have this
+        rank ask for what it has skipped then.
+        """
+        if not self.is_present and not self.is_requested and self.gathers.comes_next(self._number):
+            self.request()
+
     def expire(self) -> None:
         """Called when its slices will be written to: the next use gathers it again, unless it is
         pinned. Until then its values stay, as a graph may have saved them, and writes to it count.

@@ -202,7 +202,7 @@ class UnitHooks:
             if other.is_requested and other not in ahead:
                 other.drop_request()  # a wrong guess
         for following in ahead:
-            following.request()
+            following.request_ahead()
 
     # The units needed next, up to one that is present now but will have been released by then.
     def _coming(self) -> Iterator[ShardedUnit]:
@@ -324,8 +324,8 @@ class UnitHooks:
                 self._let_go(unit)
 
     def end(self, reducer: Reducer) -> None:
-        """This rank needs none of its units for now. Collective over the shard group, but may be called
-        any number of times.
+        """This rank needs none of its units for now. Collective over the shard group, on a GPU over the
+        mesh, but may be called any number of times.
         """
         gathers = self._gathers[reducer]
         self._release_all(gathers)

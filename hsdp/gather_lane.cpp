@@ -92,8 +92,8 @@ Event GatherLane::run(const Event& after, Task task) {
 comm::Agreement GatherLane::agree(const comm::Saying& mine, std::string_view act) {
   const bool on_host = parts_->groups.on_host();
   Communicator& group = on_host ? parts_->groups.shard : parts_->groups.world;
-  const std::string key = on_host ? group.next_exchange_key()
-                                  : parts_->key + std::to_string(parts_->agreements++);
+  const std::string key =
+      on_host ? group.next_exchange_key() : parts_->key + std::to_string(parts_->agreements++);
   group.post(key, mine);
   return group.collect(key, act);
 }

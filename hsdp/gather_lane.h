@@ -49,11 +49,11 @@ class GatherLane {
   // `after` is enqueued. The Event is done when the task's collectives are complete on this rank;
   // it may outlive the lane.
   Event run(const Event& after, Task task);
-  // What its tasks' collectives run on: the shard group that they are given, and where the Reducer's
-  // results are sharded over the mesh, the replicas.
+  // What its tasks' collectives run on: the shard group that they are given, and where the
+  // Reducer's results are sharded over the mesh, the replicas.
   [[nodiscard]] reducer::Groups& groups();
-  // Within a task: what the ranks of the shard group say in that task, merged. On a GPU all ranks of
-  // the mesh, whose lanes are issued in one order.
+  // Within a task: what the ranks of the shard group say in that task, merged. On a GPU all ranks
+  // of the mesh, whose lanes are issued in one order.
   [[nodiscard]] comm::Agreement agree(const comm::Saying& mine, std::string_view act);
   // On a GPU: `give` is called by a thread that has given this lane tasks while it waits for those
   // of another lane, and the next one of this lane must come first on all ranks [Note: recorded

@@ -13,6 +13,19 @@ std::uint32_t* word_of(std::atomic<std::uint32_t>* flag) {
   return reinterpret_cast<std::uint32_t*>(flag);
 }
 
+template <bool kSums>
+void run_dequantize(const Dequantize& args, const Stream& stream) {
+  DequantizeBody<kSums> body;
+  body.tiles = args.tiles.data();
+  body.tile_count = static_cast<std::int64_t>(args.tiles.size());
+  body.cut = UnitCut(args.group_size);
+  body.in = args.in;
+  body.values = args.values;
+  body.begin = args.begin;
+  body.nonfinite = word_of(args.nonfinite);
+  kernels::launch(body, body.tile_count, stream);
+}
+
 }  // namespace
 
 void quantize_on_device(const Quantize& args, const Stream& stream) {
@@ -37,15 +50,7 @@ void quantize_on_device(const Quantize& args, const Stream& stream) {
 
 void dequantize_on_device(const Dequantize& args, const Stream& stream) {
   if (args.tiles.empty()) return;
-  DequantizeBody body;
-  body.tiles = args.tiles.data();
-  body.tile_count = static_cast<std::int64_t>(args.tiles.size());
-  body.cut = UnitCut(args.group_size);
-  body.in = args.in;
-  body.values = args.values;
-  body.begin = args.begin;
-  body.nonfinite = word_of(args.nonfinite);
-  kernels::launch(body, body.tile_count, stream);
+  args.in.count > 1 ? run_dequantize<true>(args, stream) : run_dequantize<false>(args, stream);
 }
 
 }  // namespace hsdp::quant

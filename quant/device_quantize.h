@@ -537,6 +537,8 @@ struct QuantizeBody {
   }
 };
 
+// Of one message or of several: a sum takes more registers.
+template <bool kSums>
 struct DequantizeBody {
   static constexpr int kResident = 4;
   struct Shared {};
@@ -560,16 +562,26 @@ struct DequantizeBody {
         for (int number = thread; number < units; number += Block::kThreads) {
           const Unit unit = unit_of(tile_cut, cut, number);
           if (unit.count == 0) continue;
-          const UnitValues sum =
-              in.first.format.code == Code::kBf16
-                  ? decode_unit(from.codes_of(unit.group.number), 0.0F, Code::kBf16, unit)
-                  : sum_of(in, from, unit);
+          const UnitValues decoded = decode(from, unit);
           HSDP_UNROLL
-          for (const float value : sum.values) marked |= magnitude_bits(value) >= kInfinityBits;
-          store_floats(sum, values + (tile.element - begin) + unit.first, unit.count);
+          for (const float value : decoded.values) marked |= magnitude_bits(value) >= kInfinityBits;
+          store_floats(decoded, values + (tile.element - begin) + unit.first, unit.count);
         }
         block.raise(marked, nonfinite);
       });
+    }
+  }
+
+ private:
+  [[nodiscard]] HSDP_HOST_DEVICE UnitValues decode(const TilePlace& from, const Unit& unit) const {
+    if constexpr (kSums) {
+      return sum_of(in, from, unit);
+    } else {
+      const GroupFormat& format = in.first.format;
+      const int group = unit.group.number;
+      const float scale =
+          format.code == Code::kBf16 ? 0.0F : load_scale(from.scale_of(group), format.scale_dtype);
+      return decode_unit(from.codes_of(group), scale, format.code, unit);
     }
   }
 };

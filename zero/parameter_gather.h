@@ -1,5 +1,6 @@
 // Completes parameters of which each rank of a shard group has updated its slice, or each rank of
-// the mesh where the Reducer's results are sharded over that, on a lane of its own: gathers run under whatever comes next, and readers wait for what they are about to read.
+// the mesh where the Reducer's results are sharded over that, on a lane of its own: gathers run
+// under whatever comes next, and readers wait for what they are about to read.
 //
 //   zero::ParameterGather gather(reducer, {{.name = "w", .array = whole}});   // on every rank
 //   for (...) {

@@ -238,7 +238,7 @@ Said UnitGather::Parts::round(int own, std::uint64_t wanted, std::span<const Ten
                    .most = {bits, ~bits}},
                   act);
   if (all.sum.front() != 0) group.compare_calls(group.next_exchange_key());
-  const Said said{words_in(all.any), all.most[0] == ~all.most[1]};
+  Said said{words_in(all.any), all.most[0] == ~all.most[1]};
   const bool is_of_group = said.words.size() == 1 || stream.device().type == DeviceType::kHost;
   for (const int word : is_of_group ? said.words : words_of(own, group, act)) {
     if (word < 0) continue;

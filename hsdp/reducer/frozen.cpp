@@ -92,7 +92,7 @@ void require_scattered_results(const ReducerOptions& options) {
                       .expected = "a hop that scatters, as shard_over=\"mesh\" needs",
                       .got = "'" + options.replica_hop->describe() +
                              "', which gives every replica the whole total",
-                      .remedy = "use the plain hop, or shard_over=\"shard\""});
+                      .remedy = "use the plain hop, LocoHop, or shard_over=\"shard\""});
   }
   if (options.verify_every > 0) {
     throw UsageError({.where = "reducer: verify_every",

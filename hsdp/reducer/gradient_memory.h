@@ -33,8 +33,8 @@ inline int slot_count(PackOrder order) { return order == PackOrder::kAhead ? kSt
 class GradientMemory {
  public:
   // Takes no memory yet. Parameters and layout outlive it.
-  GradientMemory(const ParameterTable& parameters, const BucketLayout& layout,
-                 SliceOwner owner, Device device, AccumulateOn accumulate_on, MemoryCount count);
+  GradientMemory(const ParameterTable& parameters, const BucketLayout& layout, SliceOwner owner,
+                 Device device, AccumulateOn accumulate_on, MemoryCount count);
   // Each is collective over its group, once, before anything else.
   void allocate_carry(Communicator& replicate_group);
   void allocate_staging(Communicator& shard_group, Reduction reduction);

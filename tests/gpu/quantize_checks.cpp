@@ -217,8 +217,9 @@ std::string check_back(Setting& setting, std::mt19937& random, const Stream& str
   for (std::size_t i = 0; i < message.size(); ++i) {  // any bits are a message
     message[i] = static_cast<std::byte>(random());
   }
-  Guarded<float> found(static_cast<std::size_t>(setting.span));
-  Guarded<float> expected(static_cast<std::size_t>(setting.span));
+  const auto before = static_cast<std::int64_t>(random() % 4);  // elements that are left alone
+  Guarded<float> found(static_cast<std::size_t>(before + setting.span));
+  Guarded<float> expected(found.size());
   DeviceCopy<std::byte> device_message(message, 0, stream);
   DeviceCopy<float> device_values(found, random() % 4, stream);
   auto rows = on_device(layout.rows(), stream);
@@ -230,11 +231,13 @@ std::string check_back(Setting& setting, std::mt19937& random, const Stream& str
        .group_size = format.group_size,
        .in = {{format, message.data(), 0, layout.rows().data()}, size, count},
        .values = expected.data(),
+       .begin = -before,
        .nonfinite = &flag});
   quant::dequantize({.tiles = {tiles.data(), setting.map.tiles().size()},
                      .group_size = format.group_size,
                      .in = {{format, device_message.data(), 0, rows.data()}, size, count},
                      .values = device_values.data(),
+                     .begin = -before,
                      .nonfinite = device_flag.get()},
                     stream);
   const std::string guards = device_values.copy_to(found.data());

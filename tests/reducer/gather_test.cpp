@@ -33,9 +33,8 @@ class Gather : public testing::TestWithParam<GatherCase> {
                        {Sync::kShard, Sync::kAll}, 13);
   }
   [[nodiscard]] static ReducerOptions options() {
-    return {.layout = GetParam().layout,
-            .bucket_bytes = 4 << 10,
-            .shard_over = GetParam().shard_over};
+    return {
+        .layout = GetParam().layout, .bucket_bytes = 4 << 10, .shard_over = GetParam().shard_over};
   }
 };
 

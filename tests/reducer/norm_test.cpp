@@ -97,7 +97,8 @@ TEST_P(Norm, ClippingBelowChangesNoBit) {
 TEST_P(Norm, OfSeveralReducersIsOneNorm) {
   const StepCase first = step(4);
   const StepCase second = step(5);
-  const double want = std::hypot(norm_of(first, options(), shape()), norm_of(second, options(), shape()));
+  const double want =
+      std::hypot(norm_of(first, options(), shape()), norm_of(second, options(), shape()));
   run_mesh(shape(), [&](const Mesh& mesh) {
     Reducer a(mesh, options());
     Reducer b(mesh, options());

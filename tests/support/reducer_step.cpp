@@ -223,9 +223,8 @@ void expect_reference(std::span<const RankResult> ranks, const StepCase& step,
   const std::vector<Values> want = reference_results(step, options, shape);
   for (std::size_t p = 0; p < step.parameters.size(); ++p) {
     for (int replica = 0; replica < shape.replicate; ++replica) {
-      const Values got =
-          joined(ranks, shape.shard, replica, p, element_count(step.parameters[p].shape),
-                 options.shard_over);
+      const Values got = joined(ranks, shape.shard, replica, p,
+                                element_count(step.parameters[p].shape), options.shard_over);
       expect_same_bits(got, want[p],
                        label + ", parameter " + step.parameters[p].name + ", replica " +
                            std::to_string(replica));

@@ -115,8 +115,7 @@ struct AdamWCase {
 
 void PrintTo(const AdamWCase& row, std::ostream* out) {
   *out << to_string(row.shape) << "_" << name(row.dtype)
-       << (row.partial_sync == Sync::kShard ? "_stage2_" : "_stage1_")
-       << word_of(row.shard_over);
+       << (row.partial_sync == Sync::kShard ? "_stage2_" : "_stage1_") << word_of(row.shard_over);
 }
 
 class AdamWOnSlices : public testing::TestWithParam<AdamWCase> {};
@@ -153,17 +152,14 @@ TEST_P(AdamWOnSlices, HasTheBitsOfOneProcess) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Cases, AdamWOnSlices,
-                         testing::Values(AdamWCase{{1, 1}}, AdamWCase{{2, 2}},
-                                         AdamWCase{{2, 2}, Dtype::kBf16},
-                                         AdamWCase{{2, 2}, Dtype::kF16},
-                                         AdamWCase{{1, 2}, Dtype::kF32, Sync::kNone},
-                                         AdamWCase{{2, 2}, Dtype::kBf16, Sync::kNone},
-                                         AdamWCase{{2, 2}, Dtype::kF32, Sync::kShard,
-                                                   ShardOver::kMesh},
-                                         AdamWCase{{3, 2}, Dtype::kBf16, Sync::kNone,
-                                                   ShardOver::kMesh}),
-                         testing::PrintToStringParamName());
+INSTANTIATE_TEST_SUITE_P(
+    Cases, AdamWOnSlices,
+    testing::Values(AdamWCase{{1, 1}}, AdamWCase{{2, 2}}, AdamWCase{{2, 2}, Dtype::kBf16},
+                    AdamWCase{{2, 2}, Dtype::kF16}, AdamWCase{{1, 2}, Dtype::kF32, Sync::kNone},
+                    AdamWCase{{2, 2}, Dtype::kBf16, Sync::kNone},
+                    AdamWCase{{2, 2}, Dtype::kF32, Sync::kShard, ShardOver::kMesh},
+                    AdamWCase{{3, 2}, Dtype::kBf16, Sync::kNone, ShardOver::kMesh}),
+    testing::PrintToStringParamName());
 
 // Reducers of one mesh, an optimizer on each.
 struct Trained {

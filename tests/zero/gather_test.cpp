@@ -46,12 +46,11 @@ void PrintTo(const GatherCase& row, std::ostream* out) {
   *out << to_string(row.shape) << "_" << name(row.layout) << "_" << word_of(row.shard_over);
 }
 
-const auto kMeshCases = testing::Values(
-    GatherCase{{2, 2}, Layout::kFlat, ShardOver::kMesh},
-    GatherCase{{3, 1}, Layout::kFlat, ShardOver::kMesh},
-    GatherCase{{1, 2}, Layout::kFlat, ShardOver::kMesh},
-    GatherCase{{2, 3}, Layout::kDim0, ShardOver::kMesh},
-    GatherCase{{2, 2}, Layout::kWhole, ShardOver::kMesh});
+const auto kMeshCases = testing::Values(GatherCase{{2, 2}, Layout::kFlat, ShardOver::kMesh},
+                                        GatherCase{{3, 1}, Layout::kFlat, ShardOver::kMesh},
+                                        GatherCase{{1, 2}, Layout::kFlat, ShardOver::kMesh},
+                                        GatherCase{{2, 3}, Layout::kDim0, ShardOver::kMesh},
+                                        GatherCase{{2, 2}, Layout::kWhole, ShardOver::kMesh});
 const auto kGatherCases = testing::Values(
     GatherCase{{1, 1}}, GatherCase{{1, 2}}, GatherCase{{1, 3}}, GatherCase{{2, 2}},
     GatherCase{{2, 1}}, GatherCase{{1, 3}, Layout::kDim0}, GatherCase{{1, 3}, Layout::kWhole});
@@ -96,8 +95,7 @@ TEST_P(Gather, CompletesWhatEachRankHasUpdated) {
     for (const std::int64_t unit_bytes : {1, 64, 1 << 20}) {
       for (const Masters masters : {Masters::kNone, Masters::kOfAll}) {
         run_mesh(shape, [&, layout = layout, shard_over = shard_over](const Mesh& mesh) {
-          Reducer reducer(mesh,
-                          {.layout = layout, .bucket_bytes = 512, .shard_over = shard_over});
+          Reducer reducer(mesh, {.layout = layout, .bucket_bytes = 512, .shard_over = shard_over});
           SlicedParameters parameters(reducer, odd_parameters(dtype), masters, stale);
           ParameterGather gather(reducer, parameters.gathered(), unit_bytes);
           EXPECT_TRUE(gather.ready(0).complete()) << "nothing was started";

@@ -444,8 +444,10 @@ class UnitHooks:
 
     def abort(self, reason: str) -> None:
         """Ends the mesh with this text."""
-        for gathers in (*self._gathers.values(), *self._parts.values()):
+        for gathers in self._gathers.values():
             gathers.abort(reason)
+        for parts in self._parts.values():
+            parts.abort(reason)
 
     def stats(self) -> list[GatherStats]:
         """Statistics of the gathers so far."""

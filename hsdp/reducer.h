@@ -246,6 +246,7 @@ class Reducer {
 
   // Writes this rank's file in the background; `flush_snapshots` waits and throws its error, as do
   // the next save_snapshot and close.
+  // Collective where results are sharded over the mesh: gathers the replicas' parts first.
   void save_snapshot(const std::filesystem::path& path, std::int64_t step);
   void flush_snapshots();
 

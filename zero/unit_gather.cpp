@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <future>
 #include <mutex>
 #include <optional>
@@ -132,6 +133,17 @@ std::vector<std::vector<std::size_t>> messages_of(const BucketLayout& layout,
   return messages;
 }
 
+// What comes next in the task comes after them.
+void wait_for(std::span<const Event> events, Stream& stream) {
+  for (const Event& event : events) {
+    if (stream.device().type == DeviceType::kHost) {
+      event.wait();
+    } else {
+      stream.wait(event);
+    }
+  }
+}
+
 }  // namespace
 
 struct UnitGather::Parts {
@@ -170,6 +182,8 @@ struct UnitGather::Parts {
   Said round(int own, std::uint64_t wanted, std::span<const TensorView> arrays, Communicator& group,
              Stream& stream);
   [[nodiscard]] std::set<int> words_of(int own, Communicator& group, std::string_view act);
+  // What has to be there before a round reads slices of these units: on a GPU, enqueued.
+  [[nodiscard]] std::vector<Event> arrived(int first, int end) const;
   // Into memory that nobody reads.
   void take_part(const Unit& unit, Communicator& group, Stream& stream);
   void fill(const Unit& unit, std::span<const TensorView> arrays, Communicator& group,
@@ -181,6 +195,7 @@ struct UnitGather::Parts {
   MemoryCount memory;
   Device device;
   std::vector<Unit> units;
+  std::function<std::vector<Event>(int unit)> arrivals;  // or none
   RoundRecords records;
   Asked opening;  // the first round of this pass, until it is heard
   bool in_pass = false;
@@ -268,8 +283,11 @@ UnitGather::Parts::Asked UnitGather::Parts::ask(int own, std::vector<TensorView>
     if (records.follows()) lane->stop_repeating();
     records.depart();
   }
+  // Any unit may be served.
   asks.done = lane->run(updated, [this, own, wanted = records.hash(), arrays = std::move(arrays),
+                                  after = arrived(0, static_cast<int>(std::ssize(units))),
                                   result = std::move(result)](Communicator& group, Stream& stream) {
+    wait_for(after, stream);
     result->set_value(round(own, wanted, arrays, group, stream));
   });
   if (!std::exchange(in_pass, true)) opening.done = asks.done;
@@ -291,9 +309,11 @@ void UnitGather::Parts::follow(std::ptrdiff_t count) {
   for (; count > 0; --count) {
     const int unit = records.coming().front();
     records.advance(1);
-    lane->run({}, [this, unit](Communicator& group, Stream& stream) {
-      take_part(at(unit), group, stream);
-    });
+    lane->run({},
+              [this, unit, after = arrived(unit, unit + 1)](Communicator& group, Stream& stream) {
+                wait_for(after, stream);
+                take_part(at(unit), group, stream);
+              });
   }
 }
 
@@ -308,10 +328,21 @@ Event UnitGather::Parts::gather(int unit, std::vector<TensorView> arrays, const 
     if (!is_foretold) return ask(unit, std::move(arrays), updated).done;
     records.advance(1);
   }
-  return lane->run(updated,
-                   [this, unit, arrays = std::move(arrays)](Communicator& group, Stream& stream) {
-                     fill(at(unit), arrays, group, stream);
-                   });
+  return lane->run(updated, [this, unit, arrays = std::move(arrays),
+                             after = arrived(unit, unit + 1)](Communicator& group, Stream& stream) {
+    wait_for(after, stream);
+    fill(at(unit), arrays, group, stream);
+  });
+}
+
+std::vector<Event> UnitGather::Parts::arrived(int first, int end) const {
+  std::vector<Event> events;
+  for (int unit = first; arrivals && unit < end; ++unit) {
+    for (const Event& event : arrivals(unit)) {
+      if (event.state() != nullptr) events.push_back(event.enqueued());
+    }
+  }
+  return events;
 }
 
 void UnitGather::Parts::take_part(const Unit& unit, Communicator& group, Stream& stream) {
@@ -388,6 +419,10 @@ UnitGather::UnitGather(Reducer& reducer, std::vector<ParameterUnit> units)
 }
 
 UnitGather::~UnitGather() = default;
+
+void UnitGather::read_after(std::function<std::vector<Event>(int unit)> arrivals) {
+  parts_->arrivals = std::move(arrivals);
+}
 
 Slice UnitGather::even_slice(std::int64_t count, int shard_size, int shard_rank) {
   const RowCut cut(count, shard_size);

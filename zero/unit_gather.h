@@ -30,6 +30,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -64,6 +65,11 @@ class UnitGather {
 
   // This rank's part of a parameter of so many elements that is not registered.
   [[nodiscard]] static Slice even_slice(std::int64_t count, int shard_size, int shard_rank);
+
+  // Where others complete this rank's slices, as a ParameterGather of kShardSlices does: `arrivals`
+  // gives the Events after which a unit's slices may be read, by any round, also one in which this
+  // rank only takes part. Called by whoever gives a round. Before the first gather.
+  void read_after(std::function<std::vector<Event>(int unit)> arrivals);
 
   // Fills one array per parameter of the unit, in their order. Blocks while waits_for_opening().
   Event gather(int unit, std::vector<TensorView> arrays, const Event& updated);

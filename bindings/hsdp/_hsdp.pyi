@@ -191,6 +191,9 @@ class UnitGather:
     ) -> None: ...
     @staticmethod
     def even_slice(count: int, shard_size: int, shard_rank: int) -> tuple[int, int]: ...
+    def read_after(self, parts: ParameterGather, numbers: list[list[int]]) -> None:
+        """`parts` completes the slices that rounds read: of each unit its parameters there, by number."""
+
     def gather(self, unit: int, pointers: list[int], owner: object) -> None:
         """Fills memory that `owner` keeps alive. Never blocks."""
 

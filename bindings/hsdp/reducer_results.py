@@ -196,7 +196,8 @@ class ReducerResults:
 
         Returns once the data is copied; the file is written in the background. `flush` waits and raises
         errors of the write, as do the next `save_snapshot` and `close`. Every rank of the mesh writes
-        its own file; `hsdp_check` and `read_snapshot` read the folder.
+        its own file; `hsdp_check` and `read_snapshot` read the folder. With shard_over="mesh" it is
+        collective, as the replicas' parts are gathered first.
         """
         self._handle.save_snapshot(os.fspath(path), int(step))
 

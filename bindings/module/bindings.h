@@ -3,9 +3,18 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
+
 #include "bindings/module/memory.h"
 
+namespace hsdp::zero {
+class ParameterGather;
+}  // namespace hsdp::zero
+
 namespace hsdp::python {
+
+// Of an object of bind_parameter_gather(): may outlive it.
+[[nodiscard]] std::shared_ptr<zero::ParameterGather> shared_gather(pybind11::handle gather);
 
 void bind_errors(pybind11::module_& module);
 void bind_memory_source(pybind11::module_& module);
@@ -16,7 +25,7 @@ void bind_gradient_hook(pybind11::module_& module);     // after bind_reducer
 void bind_row_reducer(pybind11::module_& module);       // after bind_reducer
 void bind_loco_hop(pybind11::module_& module);          // after bind_reducer
 void bind_parameter_gather(pybind11::module_& module);  // after bind_reducer
-void bind_unit_gather(pybind11::module_& module);       // after bind_reducer
+void bind_unit_gather(pybind11::module_& module);       // after bind_parameter_gather
 void bind_step_word(pybind11::module_& module);         // after bind_reducer
 void bind_snapshot(pybind11::module_& module);
 void bind_compare(pybind11::module_& module);

@@ -67,6 +67,7 @@ class GatherHandle {
                }};
   }
 
+  [[nodiscard]] const std::shared_ptr<ParameterGather>& share() const { return gather_; }
   void start() {
     const Event updated = caller_->on_host() ? Event() : caller_->now().record();
     call_released([gather = gather_, updated] { gather->start_all(updated); });
@@ -144,6 +145,10 @@ class GatherHandle {
 };
 
 }  // namespace
+
+std::shared_ptr<zero::ParameterGather> shared_gather(py::handle gather) {
+  return gather.cast<const GatherHandle&>().share();
+}
 
 void bind_parameter_gather(py::module_& module) {
   py::class_<GatherHandle>(module, "ParameterGather")

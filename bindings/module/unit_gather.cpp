@@ -11,6 +11,7 @@
 #include "bindings/module/bindings.h"
 #include "bindings/module/held_object.h"
 #include "bindings/module/reducer_handle.h"
+#include "zero/parameter_gather.h"
 
 namespace hsdp::python {
 namespace {
@@ -71,6 +72,16 @@ class UnitGatherHandle {
                }};
   }
 
+  // `parts` completes the slices of units: of each its parameters there, by number.
+  void read_after(py::handle parts, const std::vector<std::vector<int>>& numbers) {
+    gather_->read_after([gather = shared_gather(parts), numbers](int unit) {
+      std::vector<Event> events;
+      for (const int number : numbers.at(static_cast<std::size_t>(unit))) {
+        events.push_back(gather->ready(number));
+      }
+      return events;
+    });
+  }
   // `pointers`: the whole arrays of the unit, which `owner` keeps alive.
   void gather(int unit, const std::vector<std::uintptr_t>& pointers, py::object owner) {
     const std::vector<UnitParameter>& parts = parts_.at(static_cast<std::size_t>(unit));
@@ -160,6 +171,7 @@ void bind_unit_gather(py::module_& module) {
   py::class_<UnitGatherHandle>(module, "UnitGather")
       .def(py::init<ReducerHandle&, const std::vector<GivenUnit>&>())
       .def_static("even_slice", &even_slice)
+      .def("read_after", &UnitGatherHandle::read_after)
       .def("gather", &UnitGatherHandle::gather)
       .def("comes_next", &UnitGatherHandle::comes_next)
       .def("wait", &UnitGatherHandle::wait)

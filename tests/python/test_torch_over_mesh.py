@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import pathlib
+import time
 from typing import Any
 
 import pytest
@@ -280,6 +281,66 @@ def test_a_dropped_step_leaves_nothing_half_updated(mesh: hsdp.Mesh) -> None:
                         raise RuntimeError("a bad batch")
                 run.optimizer.step()
             run.step(1)
+        require_same(*(run.everything() for run in runs))
+        for run in runs:
+            run.close()
+
+
+class Conditional(nn.Module):
+    """Its layers are used on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.second = nn.Linear(7, 64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, uses_layers: bool) -> torch.Tensor:
+        return (self.second(self.first(x)) if uses_layers else x).square().mean()
+
+
+@on_mesh(2, 2)
+def test_a_rank_serves_units_that_are_complete(mesh: hsdp.Mesh) -> None:
+    """Also those that it does not use, while the other replica's part of its slice is late."""
+    results = []
+    for over in OVERS:
+        model = Conditional()
+        reducer = hsdp.Reducer(mesh, missing="zero", replica_dtype="f32", shard_over=over)
+        reducer.attach(model)
+        optimizer = ShardedOptimizer(
+            torch.optim.AdamW, model, reducer, stage=3, units=[nn.Linear], persistence_threshold=0, lr=0.1
+        )
+        if mesh.rank == 2:
+            start = optimizer._start_gather
+            optimizer._start_gather = lambda: (time.sleep(0.1), start())  # type: ignore[assignment, misc]
+        for step in range(6):
+            x = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + mesh.rank))
+            with reducer.microbatch(last=True):
+                model(x.requires_grad_(), mesh.shard_rank == 1).backward()
+            optimizer.step()
+        results.append({k: v.clone() for k, v in optimizer.full_model_state_dict(model).items()})
+        optimizer.close()
+        reducer.close()
+    require_same(*results)
+
+
+@on_mesh(2, 2)
+def test_masters_that_were_written_to_reach_pinned_units_and_state_dicts(mesh: hsdp.Mesh) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        runs = both(mesh, stage=3, dtype=dtype, lr=0.02, reducer_options={"replica_dtype": "f32"})
+        for run in runs:
+            run.step(0)
+            layer: Any = run.model[2]
+            run.optimizer.unshard(layer)
+            run.optimizer.master(layer.weight).mul_(0.5)
+            run.optimizer.master(layer.bias)
+            with torch.no_grad():
+                layer.bias[0] = 3.0
+            run.step(1)
+            run.optimizer.reshard(layer)
+            state = run.model.state_dict()
+            state["0.weight"].to_local().mul_(0.25)
+            run.model.load_state_dict(state)
+            run.step(2)
         require_same(*(run.everything() for run in runs))
         for run in runs:
             run.close()

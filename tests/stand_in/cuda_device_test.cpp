@@ -372,8 +372,8 @@ TEST_P(CudaRefusals, AreErrorsThatSayWhat) {
 
 // Those that others have returned are used first: each time it takes more than ever before.
 void use_up_streams() {
-  static std::size_t count = 30;
-  count += 10;
+  static std::size_t count = 100;
+  count += 100;
   std::vector<Stream> streams;
   while (streams.size() < count) streams.push_back(Stream::create(kGpu, "stream"));
 }

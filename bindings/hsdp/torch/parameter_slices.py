@@ -56,10 +56,8 @@ class ParameterSlice:
         self.master: torch.nn.Parameter  # of master_dtype; if the parameter has that dtype, it is `own`
         self.gradient: torch.Tensor  # the Reducer's shard, which stays in place
         self.stored: torch.Tensor  # if it is released: what gathers read
-        #: if it is released and sharded over the mesh: the shard rank's slice, of which this is a part
-        self.shard: ShardSlice | None = None
-        if is_released and reducer._is_over_mesh:
-            self.shard = ShardSlice(self, parts)
+        #: whether it is released and a part of a ShardSlice
+        self.is_part = is_released and reducer._is_over_mesh
         if not is_released:
             self.bind()
 
@@ -120,7 +118,7 @@ class ParameterSlice:
     @property
     def is_copied_to_store(self) -> bool:
         """If it is released: whether gathers read a rounded copy of the master."""
-        return self.offloaded or self.shard is not None
+        return self.offloaded or self.is_part
 
     def arrive(self) -> None:
         """Does nothing: this rank alone updates it."""
@@ -132,31 +130,33 @@ class ParameterSlice:
         if self.is_copied_to_store:
             self.stored.copy_(values)
 
-    def take_over(self, values: torch.Tensor) -> None:
-        """If it is released: takes the slice's new values, in the parameter's dtype. Elements that
-        equal the rounded master keep the master's precision.
+    def take_over(self, values: torch.Tensor, written: torch.Tensor | None = None) -> None:
+        """If it is released: takes the slice's new values, in the parameter's dtype. Elements that were
+        not `written`, or else those that equal the rounded master, keep the master's precision.
         """
         master = self.master.detach().reshape(-1)
-        if self.is_rounded:
-            there = values.to(master.device)
-            written = differ(there, master.to(values.dtype))
-            master.copy_(torch.where(written, there.float(), master))
-        else:
-            master.copy_(values)
+        there = values.to(master.device)
         if self.is_copied_to_store:
-            self.stored.copy_(values)
+            self.stored.copy_(chosen(written, values, self.stored))
+        if written is None and self.is_rounded:
+            written = differ(there, master.to(values.dtype))
+        master.copy_(chosen(written, there.to(master.dtype), master))
 
 
 class ShardSlice:
     """A shard rank's slice of a released parameter, of which each replica updates a part."""
 
-    def __init__(self, part: ParameterSlice, parts_of_number: int) -> None:
+    #: beside the part's master
+    is_copied_to_store = True
+
+    def __init__(self, part: ParameterSlice) -> None:
         self.name = part.name
         self.parameter = part.parameter
         self.reducer = part.reducer
         offset, count = part.reducer._handle.shard_slice(part.name)
+        numbers = 2 if part.parameter.is_complex() else 1
         #: in elements of the parameter
-        self.offset, self.count = offset // parts_of_number, count // parts_of_number
+        self.offset, self.count = offset // numbers, count // numbers
         self._part = part
         self.stored: torch.Tensor  # flat, of the parameter's dtype
         #: waits for the other replicas' parts
@@ -177,11 +177,21 @@ class ShardSlice:
         self._part.take()
         self.stored.copy_(flat_part(self.parameter.data, self.offset, self.count))
 
-    def take_over(self, values: torch.Tensor) -> None:
-        """Takes new values, in the parameter's dtype. Unchanged elements keep the precision of the master."""
+    def take_over(self, values: torch.Tensor, written: torch.Tensor | None = None) -> None:
+        """As that of its part."""
         self.arrive()
-        self._part.take_over(self.part_of(values))
-        self.stored.copy_(values)
+        self._part.take_over(self.part_of(values), None if written is None else self.part_of(written))
+        self.stored.copy_(chosen(written, values, self.stored))
+
+    def store(self, stored: torch.Tensor) -> None:
+        """Gives it and its part their memory."""
+        self.stored = stored
+        self._part.stored = self.part_of(stored)
+
+
+def chosen(written: torch.Tensor | None, values: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """New values where they were written, None: everywhere."""
+    return values if written is None else torch.where(written.to(values.device), values, old)
 
 
 def memory_of(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -322,9 +332,11 @@ class StoredMasters(SliceMasters):
     to.
     """
 
-    def __init__(self, slices: list[ParameterSlice]) -> None:
+    def __init__(
+        self, slices: list[ParameterSlice], shards: Mapping[ParameterSlice, ShardSlice]
+    ) -> None:
         super().__init__(slices)
-        counts = [one.count if one.shard is None else one.shard.count for one in slices]
+        counts = [shards[one].count if one.is_part else one.count for one in slices]
         stored = self._flat
         if slices[0].is_copied_to_store:
             first = slices[0]
@@ -332,10 +344,10 @@ class StoredMasters(SliceMasters):
                 sum(counts), dtype=first.parameter.dtype, device=first.reducer.mesh.device
             )
         for one, part in zip(slices, stored.split(counts), strict=True):
-            one.stored = part
-            if one.shard is not None:
-                one.shard.stored = part
-                one.stored = one.shard.part_of(part)
+            if one.is_part:
+                shards[one].store(part)
+            else:
+                one.stored = part
 
     def load_parameters(self) -> None:
         """Gathers read rounded copies of the masters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from hsdp import _hsdp
 from hsdp.reducer import Reducer
@@ -19,8 +19,14 @@ class ReplicaParts:
     def __init__(self, reducer: Reducer, slices: Sequence[ShardSlice], unit_bytes: int) -> None:
         stored = {one.name: one.stored for one in slices}
         self._handle = _hsdp.ParameterGather(reducer._handle, stored, {}, unit_bytes, True)
-        for number, one in enumerate(slices):
-            one.arrive = functools.partial(self._handle.wait, number)
+        self._numbers = {id(one): number for number, one in enumerate(slices)}
+        for one in slices:
+            one.arrive = functools.partial(self._handle.wait, self._numbers[id(one)])
+
+    def complete(self, gathers: _hsdp.UnitGather, units: Iterable[Iterable[object]]) -> None:
+        """Has rounds come after the parts of the units' slices."""
+        numbers = [[self._numbers[id(one)] for one in its if id(one) in self._numbers] for its in units]
+        gathers.read_after(self._handle, numbers)
 
     def start(self) -> None:
         """This replica's parts are new."""

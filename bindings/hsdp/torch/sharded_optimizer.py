@@ -646,6 +646,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         of a parameter before the step.
         """
         self._gather.wait_all()
+        self._units.wait_parts()
 
     def gather_stats(self) -> GatherStats:
         """Of the gathers so far: their number, bytes, and for how long they were waited for."""

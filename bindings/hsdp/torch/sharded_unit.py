@@ -14,7 +14,7 @@ import torch
 from hsdp import _hsdp
 from hsdp.torch import private_torch
 from hsdp.torch.flat_slice import FlatSlice
-from hsdp.torch.parameter_slices import flat_part, refuse, require_unmarked
+from hsdp.torch.parameter_slices import chosen, flat_part, refuse, require_unmarked
 from hsdp.torch.released_parameter import ReleasedParameter, released
 from hsdp.torch.value_digests import differ
 
@@ -48,8 +48,15 @@ class StoredSlice(Protocol):
         """Takes its first values from the parameter."""
         ...
 
-    def take_over(self, values: torch.Tensor) -> None:
-        """Takes new values, in the parameter's dtype; keeps elements that round to the new ones."""
+    @property
+    def is_copied_to_store(self) -> bool:
+        """Whether `stored` is a rounded copy of a master."""
+        ...
+
+    def take_over(self, values: torch.Tensor, written: torch.Tensor | None = None) -> None:
+        """Takes new values, in the parameter's dtype: where `written`, or where they differ from the
+        rounded master.
+        """
         ...
 
 
@@ -71,6 +78,9 @@ class FrozenSlice:
         """The stored slice itself."""
         return self.stored
 
+    #: there is no master
+    is_copied_to_store = False
+
     def arrive(self) -> None:
         """Does nothing: no rank updates it."""
 
@@ -78,9 +88,9 @@ class FrozenSlice:
         """Takes its first values."""
         self.stored.copy_(flat_part(self.parameter.data, self.offset, self.count))
 
-    def take_over(self, values: torch.Tensor) -> None:
+    def take_over(self, values: torch.Tensor, written: torch.Tensor | None = None) -> None:
         """Takes its new values."""
-        self.stored.copy_(values)
+        self.stored.copy_(chosen(written, values, self.stored))
 
 
 class ReleasedArray:
@@ -161,9 +171,10 @@ class ReleasedArray:
         """Updates the slice from the whole, which is present."""
         own = self._own()
         if self._shown is not None:
-            written = differ(own, self._shown)
-            own, self._shown = torch.where(written, own, self.slice.rounded()), own.clone()
-        self.slice.take_over(own)
+            written, self._shown = differ(own, self._shown), own.clone()
+            self.slice.take_over(own, written)
+        else:
+            self.slice.take_over(own)
         self.was_read()
 
     def was_read(self) -> None:
@@ -233,7 +244,8 @@ class ReleasedArray:
         if unit is not None:
             unit.drop_request()
         stored = self.slice.rounded()
-        if own.data_ptr() != stored.data_ptr() or own.dtype != stored.dtype:
+        is_same = own.data_ptr() == stored.data_ptr() and own.dtype == stored.dtype
+        if self.slice.is_copied_to_store or not is_same:
             self.slice.take_over(own.to(stored.device, stored.dtype))
 
 
@@ -290,8 +302,6 @@ class ShardedUnit:
         """Starts its gather, unless it is present or being gathered."""
         if self.is_present or self.is_requested:
             return
-        for one in self.slices:
-            one.arrive()
         pointers = [array.take() for array in self._arrays]
         self.is_requested = True
         self.gathers.gather(self._number, pointers, [array.memory() for array in self._arrays])

@@ -139,7 +139,7 @@ def held_bytes(one: ParameterSlice, state: Mapping[str, Any]) -> int:
     if one.has_own_master:  # also what it was rounded to, and an offloaded gradient
         own = one.master_dtype.itemsize
         kept += one.count * (own + own * one.offloaded)
-        if one.shard is None and (one.offloaded or not one.is_released):  # else it is the parameter
+        if not one.is_part and (one.offloaded or not one.is_released):  # else it is the parameter
             kept += one.count * one.parameter.itemsize
     return kept
 

@@ -339,8 +339,7 @@ class UnitHooks:
         for gathers in self._gathers.values():
             self._release_all(gathers)
             gathers.begin_update()
-        for parts in self._parts.values():
-            parts.fence()
+        self.wait_parts()
         self.read_written()
         parameters = [one.parameter for unit in self.units for one in unit.slices]
         torch.autograd.graph.increment_version(parameters)
@@ -381,6 +380,11 @@ class UnitHooks:
                 self._in_backward[unit].clear()
                 if unit not in self._until_update:
                     unit.release()
+
+    def wait_parts(self) -> None:
+        """Waits until this rank's slices are complete."""
+        for parts in self._parts.values():
+            parts.fence()
 
     def pin(self, module: torch.nn.Module) -> None:
         """Gathers the units with parameters of that module, to stay. Collective."""
@@ -459,6 +463,8 @@ class UnitHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        with contextlib.suppress(Exception):  # as the other replicas wait for this one's parts
+            self.wait_parts()
         for one in self._gathers:
             one._after_passes.discard(self.end)
         for unit in self.units:

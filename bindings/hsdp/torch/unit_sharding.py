@@ -117,6 +117,7 @@ def slice_units(
     """
     slices: dict[int, ParameterSlice] = {}
     alike: dict[tuple[torch.dtype, bool], list[ParameterSlice]] = {}
+    shards: dict[ParameterSlice, ShardSlice] = {}
     stored: dict[ModuleUnit, list[StoredSlice]] = {}
     # Allocate all slices before any unit: an allocation in between would keep an allocator from reusing
     # the previous unit's memory.
@@ -126,10 +127,12 @@ def slice_units(
             if id(p) in make:
                 made = slices[id(p)] = make[id(p)](is_released=True)
                 alike.setdefault((p.dtype, made.is_copied_to_store), []).append(made)
-                its.append(made if made.shard is None else made.shard)
+                if made.is_part:
+                    shards[made] = ShardSlice(made)
+                its.append(shards[made] if made.is_part else made)
             else:
                 its.append(FrozenSlice(f"{name} (frozen)", p, reducer))
-    masters = [StoredMasters(listed) for listed in alike.values()]
+    masters = [StoredMasters(listed, shards) for listed in alike.values()]
     units: dict[ModuleUnit, ShardedUnit] = {}
 
     def take(planned: PlannedUnit) -> ShardedUnit:
@@ -170,6 +173,7 @@ def gathered_units(
         shards = [one for unit in its for one in unit.slices if isinstance(one, ShardSlice)]
         if shards:
             parts[reducer] = ReplicaParts(reducer, shards, part_bytes)
+            parts[reducer].complete(gathers, [unit.slices for unit in its])
         for number, unit in enumerate(its):
             unit.bind(gathers, number)
             unit.release()

@@ -65,17 +65,6 @@ void scale_result(Frozen& frozen, const double* factor, Stream& stream) {
   }
 }
 
-// What comes next in the task comes after them. Host: throws what went wrong there.
-void wait_for(std::span<const Event> events, Stream& stream) {
-  for (const Event& event : events) {
-    if (stream.device().type == DeviceType::kHost) {
-      event.wait();
-    } else {
-      stream.wait(event);
-    }
-  }
-}
-
 }  // namespace
 
 Results::Results(const ReducerOptions& options, ParameterTable& parameters, Groups& groups,
@@ -342,7 +331,7 @@ Event Results::add_squares(std::shared_ptr<double> sum, std::vector<Event> after
   return run(Scope::kAllRanks, last_step(),
              [frozen = steps_.frozen(), &groups = groups_, sum = std::move(sum),
               after = std::move(after)](Stream& stream) {
-               wait_for(after, stream);
+               stream.wait_in_task(after);
                sum_squares(*frozen, groups, sum.get(), stream);
              });
 }
@@ -401,7 +390,7 @@ Event Results::clip_factor(std::span<Results* const> all, double max_norm, Tenso
       .factor = narrow ? nullptr : static_cast<double*>(factor.data),
       .narrow_factor = narrow ? static_cast<float*>(factor.data) : nullptr};
   return first.run(Scope::kThisRank, kNoStep, [summed, clip, words](Stream& stream) {
-    wait_for(summed, stream);
+    stream.wait_in_task(summed);
     kernels::clip_factor(clip, stream);
   });
 }
@@ -414,14 +403,14 @@ Event Results::clip_grad_norm(std::span<Results* const> all, double max_norm, Te
   std::vector<Event> scaled;
   for (Results* results : all) {
     const auto scale = [frozen = results->steps_.frozen(), known, word](Stream& stream) {
-      wait_for({&known, 1}, stream);
+      stream.wait_in_task({&known, 1});
       scale_result(*frozen, reinterpret_cast<const double*>(word->data()), stream);
     };
     scaled.push_back(results->run(Scope::kThisRank, results->last_step(), scale));
   }
   if (scaled.size() == 1) return scaled.front();
   return first.run(Scope::kThisRank, kNoStep,
-                   [scaled](Stream& stream) { wait_for(scaled, stream); });
+                   [scaled](Stream& stream) { stream.wait_in_task(scaled); });
 }
 
 double Results::clip_grad_norm(std::span<Results* const> all, double max_norm) {

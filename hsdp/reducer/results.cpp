@@ -16,6 +16,7 @@
 #include "hsdp/kernels/norm.h"
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/reducer/slice_gather.h"
+#include "hsdp/reducer/together.h"
 
 namespace hsdp::reducer {
 namespace {
@@ -502,7 +503,9 @@ Buffer Results::gather_replica_parts(std::vector<SnapshotEntry>& entries) {
     all.push_back({p, {nullptr, parameters_.count(p), dtype, groups_.device}});
     size += scratch_size(slices.back().array.size_in_bytes());
   }
-  Buffer copies(groups_.device, size);
+  Buffer copies;
+  together(groups_.replicate, "allocate whole slices for a snapshot",
+           [&] { copies = Buffer(groups_.device, size); });
   std::byte* place = copies.data();
   for (CutArray& slice : slices) {
     slice.array.data = place;

@@ -201,6 +201,15 @@ class ReducerResults:
         """
         self._handle.save_snapshot(os.fspath(path), int(step))
 
+    def save_digest(self, folder: str | os.PathLike[str], step: int) -> None:
+        """Appends digests of this rank's slices of the result to its file in `folder`: 17 bytes a parameter,
+        by which `hsdp_check --digest A B` compares two runs of one mesh and model step by step.
+
+        Local. On a GPU it waits for the result. A run that goes on from a checkpoint may go on with the
+        folder, too: of a step that it repeats, the last digests count.
+        """
+        self._handle.save_digest(os.fspath(folder), int(step))
+
     def flush(self) -> None:
         """Waits until every snapshot is on disk; raises SnapshotError if one could not be written."""
         self._handle.flush()

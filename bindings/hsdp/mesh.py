@@ -214,13 +214,13 @@ def _distributed_launch() -> Any:
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
-    return importlib.import_module("hsdp.torch.distributed_launch")
+    return importlib.import_module("hsdp.torch.launch.distributed_launch")
 
 
 def _meet_at_store(timeout_s: float) -> None:
     lost = _hsdp.needs_store()
     if lost is not None and importlib.util.find_spec("torch") is not None:
-        importlib.import_module("hsdp.torch.store_rendezvous").meet_at_store(*lost, timeout_s)
+        importlib.import_module("hsdp.torch.launch.store_rendezvous").meet_at_store(*lost, timeout_s)
 
 
 def _whole(option: str, number: Any) -> int:

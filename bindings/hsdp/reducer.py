@@ -291,7 +291,7 @@ class Reducer(ReducerResults, Closing):
         UsageError for sparse gradients, for gradients outside of a microbatch, and, when a step begins,
         for parameters that were added or unfrozen since: make another Reducer then.
         """
-        make: Any = importlib.import_module("hsdp.torch.model_attachment").ModelAttachment
+        make: Any = importlib.import_module("hsdp.torch.attach.model_attachment").ModelAttachment
         attached = make(self, model, groups, bool(keep_grads), check_parameters, broadcast_buffers)
         self._attachments.append(attached)
         self._is_agreed = self._mesh.size == 1

@@ -65,7 +65,7 @@ class ReducerResults:
 
         Raises UsageError for layout "flat", for a scalar, and if torch.distributed has other ranks.
         """
-        module = importlib.import_module("hsdp.torch.dtensor")
+        module = importlib.import_module("hsdp.torch.fsdp.dtensor")
         found: DTensor = module.shard_dtensor(self, name, device_mesh)
         return found
 

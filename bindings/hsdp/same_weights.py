@@ -23,7 +23,7 @@ def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> No
     Any dtype, any strides. Collective. Raises MismatchError on every rank if the ranks' models differ
     in names, shapes or dtypes; UsageError for DTensors and for parameters without memory.
     """
-    importlib.import_module("hsdp.torch.broadcast").broadcast_parameters(mesh, model, root)
+    importlib.import_module("hsdp.torch.attach.broadcast").broadcast_parameters(mesh, model, root)
 
 
 def require_same_models(world: Communicator, lines: Sequence[str]) -> None:

@@ -241,7 +241,7 @@ def _entries(named_gradients: Mapping[str, Any], mesh: Mesh | None) -> tuple[lis
     torch = sys.modules.get("torch")  # without torch there are no tensors
     if torch is None or not any(isinstance(x, torch.Tensor) for x in named_gradients.values()):
         return [(name, None, None, 0, x) for name, x in named_gradients.items()], "full"
-    dtensor = importlib.import_module("hsdp.torch.dtensor")
+    dtensor = importlib.import_module("hsdp.torch.fsdp.dtensor")
     found: tuple[list[Entry], str] = dtensor.snapshot_entries(named_gradients, mesh)
     return found
 

@@ -21,8 +21,8 @@ import hsdp
 from hsdp.current_stream import CurrentStream
 from hsdp.mesh import _current_device
 from hsdp.torch import private_torch
-from hsdp.torch.gradient_hook import Refusal, keeping_hook, python_way
-from hsdp.torch.trainable_parameters import _require_usable
+from hsdp.torch.attach.gradient_hook import Refusal, keeping_hook, python_way
+from hsdp.torch.attach.trainable_parameters import _require_usable
 
 
 def attached(mesh: hsdp.Mesh) -> tuple[nn.Linear, hsdp.Reducer]:

@@ -21,14 +21,14 @@ from hsdp.torch.private_torch import check_release as _check_release
 
 _check_release(_torch.__version__)
 
-from hsdp.torch.device_mesh import mesh_from_torch
-from hsdp.torch.grad_scaler import GradScaler
+from hsdp.torch.guards.grad_scaler import GradScaler
+from hsdp.torch.launch.device_mesh import mesh_from_torch
 
 if _TYPE_CHECKING:
+    from hsdp.torch.attach.kept_reducers import reducers_of as reducers_of
     from hsdp.torch.flat_slice import FlatSlice as FlatSlice
-    from hsdp.torch.kept_reducers import reducers_of as reducers_of
-    from hsdp.torch.replica_hook_handle import ReplicaHookHandle as ReplicaHookHandle
-    from hsdp.torch.replica_hook_handle import replica_hook as replica_hook
+    from hsdp.torch.fsdp.replica_hook_handle import ReplicaHookHandle as ReplicaHookHandle
+    from hsdp.torch.fsdp.replica_hook_handle import replica_hook as replica_hook
 
 __all__ = [
     "FlatSlice",
@@ -45,7 +45,7 @@ def __getattr__(name: str) -> _Any:
     if name == "FlatSlice":
         return _importlib.import_module("hsdp.torch.flat_slice").FlatSlice
     if name == "reducers_of":
-        return _importlib.import_module("hsdp.torch.kept_reducers").reducers_of
+        return _importlib.import_module("hsdp.torch.attach.kept_reducers").reducers_of
     if name in ("ReplicaHookHandle", "replica_hook"):
-        return getattr(_importlib.import_module("hsdp.torch.replica_hook_handle"), name)
+        return getattr(_importlib.import_module("hsdp.torch.fsdp.replica_hook_handle"), name)
     raise AttributeError(f"module 'hsdp.torch' has no attribute '{name}'")

@@ -15,29 +15,28 @@ import torch
 
 from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
-from hsdp.parameter import unused_names, warn_of_no_gradients
 from hsdp.keyword_hints import OPTIMIZER, hinting
 from hsdp.named_errors import naming_itself, who_of
 from hsdp.options import MasterDtype, Offload, ShardOver, Stage
+from hsdp.parameter import unused_names, warn_of_no_gradients
 from hsdp.reducer import Reducer
 from hsdp.reducer_results import clip_grad_norm_
 from hsdp.reducer_text import counted
-from hsdp.torch import private_torch, unreduced_gradient_guard
+from hsdp.torch import private_torch
 from hsdp.torch.complex_values import of_kind
-from hsdp.torch.loss_scaling import require_scaled, unscale_result
-from hsdp.torch.meta_init import MetaInit, ParamInit, random_state_of_rank_0
-from hsdp.torch.module_units import Units
-from hsdp.torch.optimizer_options import (
+from hsdp.torch.guards import unreduced_gradient_guard
+from hsdp.torch.guards.loss_scaling import require_scaled, unscale_result
+from hsdp.torch.slices.optimizer_options import (
     is_offloaded,
     require_options,
     require_unit_options,
     required_reducers,
 )
-from hsdp.torch.optimizer_ownership import all_optimizers, disown, has_taken, own, owns, require_free, take
-from hsdp.torch.optimizer_probe import OptimizerProbe, ProbedStates
-from hsdp.torch.overlapped_gather import OverlappedGather
-from hsdp.torch.parameter_groups import give_settings, parameter_groups, settings, tensors
-from hsdp.torch.parameter_slices import (
+from hsdp.torch.slices.optimizer_ownership import all_optimizers, disown, has_taken, own, owns, require_free, take
+from hsdp.torch.slices.optimizer_probe import OptimizerProbe, ProbedStates
+from hsdp.torch.slices.overlapped_gather import OverlappedGather
+from hsdp.torch.slices.parameter_groups import give_settings, parameter_groups, settings, tensors
+from hsdp.torch.slices.parameter_slices import (
     Masters,
     ParameterSlice,
     SliceMasters,
@@ -45,9 +44,9 @@ from hsdp.torch.parameter_slices import (
     memory_of,
     refuse,
 )
-from hsdp.torch.settings_word import SettingsWord
-from hsdp.torch.sharded_state_dict import loadable, make_whole, put_slices
-from hsdp.torch.slice_states import (
+from hsdp.torch.slices.settings_word import SettingsWord
+from hsdp.torch.slices.sharded_state_dict import loadable, make_whole, put_slices
+from hsdp.torch.slices.slice_states import (
     MASTER,
     SharedStates,
     example_states,
@@ -55,8 +54,10 @@ from hsdp.torch.slice_states import (
     load_target,
     states_elsewhere,
 )
-from hsdp.torch.unit_hooks import UnitHooks, full_state_dict
-from hsdp.torch.unit_sharding import (
+from hsdp.torch.units.meta_init import MetaInit, ParamInit, random_state_of_rank_0
+from hsdp.torch.units.pass_hooks import UnitHooks, full_state_dict
+from hsdp.torch.units.unit_choice import Units
+from hsdp.torch.units.unit_plan import (
     Place,
     attached_models,
     gathered_units,

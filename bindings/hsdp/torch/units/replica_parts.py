@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from hsdp import _hsdp
 from hsdp.reducer import Reducer
-from hsdp.torch.parameter_slices import ShardSlice
+from hsdp.torch.slices.parameter_slices import ShardSlice
 from hsdp.zero.parameter_gather import GatherStats
 
 

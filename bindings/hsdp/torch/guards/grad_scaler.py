@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hsdp.reducer import Reducer
-from hsdp.torch.loss_scaling import Found, merged, take_over_unscaling
+from hsdp.torch.guards.loss_scaling import Found, merged, take_over_unscaling
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -24,14 +24,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hsdp.errors import UsageError
 from hsdp.named_errors import naming
-from hsdp.torch import private_torch, zero_grad_guard
-from hsdp.torch.ddp_guard import guard_ddp
-from hsdp.torch.result_state import refuse_zeroed
+from hsdp.torch import private_torch
+from hsdp.torch.guards import zero_grad_guard
+from hsdp.torch.guards.ddp_guard import guard_ddp
+from hsdp.torch.guards.result_state import refuse_zeroed
 
 if TYPE_CHECKING:
     from hsdp.attachment import Attachment
-    from hsdp.torch.model_attachment import ModelAttachment
-    from hsdp.torch.replica_hook_handle import ReplicaHookHandle
+    from hsdp.torch.attach.model_attachment import ModelAttachment
+    from hsdp.torch.fsdp.replica_hook_handle import ReplicaHookHandle
 
 _attachments: weakref.WeakSet[ModelAttachment] = weakref.WeakSet()
 _replica_hooks: weakref.WeakSet[ReplicaHookHandle] = weakref.WeakSet()

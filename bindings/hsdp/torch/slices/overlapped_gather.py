@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from hsdp.reducer import Reducer
-from hsdp.torch.parameter_in_flight import (
+from hsdp.torch.slices.parameter_in_flight import (
     GatheredUnit,
     in_flight,
     may_put_in_flight,
     tell_of_compiler,
 )
-from hsdp.torch.parameter_slices import ParameterSlice
+from hsdp.torch.slices.parameter_slices import ParameterSlice
 from hsdp.zero.parameter_gather import GatherStats, ParameterGather
 
 # They look at the parameters of modules below, and behave differently if one is of a subclass.

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from hsdp.torch import private_torch
-from hsdp.torch.parameter_slices import ParameterSlice
+from hsdp.torch.slices.parameter_slices import ParameterSlice
 from hsdp.torch.value_digests import bits
 from hsdp.zero.parameter_gather import ParameterGather
 

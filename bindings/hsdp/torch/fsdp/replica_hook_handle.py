@@ -12,9 +12,10 @@ from hsdp import _hsdp
 from hsdp.errors import UsageError
 from hsdp.keyword_hints import REPLICA_HOOK, hinting
 from hsdp.mesh import Mesh, as_mesh
-from hsdp.torch import private_torch, unreduced_gradient_guard
-from hsdp.torch.fsdp_parameter_group import fsdp_parameter_groups, places_within
-from hsdp.torch.hook_requirements import WIRES, require_usable
+from hsdp.torch import private_torch
+from hsdp.torch.fsdp.fsdp_parameter_group import fsdp_parameter_groups, places_within
+from hsdp.torch.fsdp.hook_requirements import WIRES, require_usable
+from hsdp.torch.guards import unreduced_gradient_guard
 
 
 class ReplicaHookHandle:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from hsdp import _hsdp
 from hsdp.errors import MismatchError, UsageError
 from hsdp.torch import private_torch
-from hsdp.torch.meeting_store import MeetingStore
-from hsdp.torch.store_rendezvous import address_of_rank_0, address_of_store
+from hsdp.torch.launch.meeting_store import MeetingStore
+from hsdp.torch.launch.store_rendezvous import address_of_rank_0, address_of_store
 
 # Agreed once per default group; empty if the launcher has set everything.
 _agreed: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()

@@ -14,8 +14,8 @@ import torch
 from hsdp import _hsdp
 from hsdp.torch import private_torch
 from hsdp.torch.flat_slice import FlatSlice
-from hsdp.torch.parameter_slices import chosen, flat_part, refuse, require_unmarked
-from hsdp.torch.released_parameter import ReleasedParameter, released
+from hsdp.torch.slices.parameter_slices import chosen, flat_part, refuse, require_unmarked
+from hsdp.torch.units.released_parameter import ReleasedParameter, released
 from hsdp.torch.value_digests import differ
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from torch.autograd import forward_ad
 
 from hsdp import _hsdp
 from hsdp.torch import private_torch
-from hsdp.torch.parameter_slices import refuse
-from hsdp.torch.replica_parts import ReplicaParts
-from hsdp.torch.sharded_unit import ShardedUnit
+from hsdp.torch.slices.parameter_slices import refuse
+from hsdp.torch.units.replica_parts import ReplicaParts
+from hsdp.torch.units.sharded_unit import ShardedUnit
 from hsdp.zero.parameter_gather import GatherStats
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from hsdp.line_agreement import first_difference
 from hsdp.mesh import Mesh
 from hsdp.same_weights import VALUES
 from hsdp.torch import private_torch
-from hsdp.torch.parameter_slices import refuse
-from hsdp.torch.released_parameter import RELEASED, released
+from hsdp.torch.slices.parameter_slices import refuse
+from hsdp.torch.units.released_parameter import RELEASED, released
 from hsdp.torch.value_digests import row_major_bytes, value_digests
 
 if TYPE_CHECKING:
-    from hsdp.torch.unit_sharding import PlannedUnit
+    from hsdp.torch.units.unit_plan import PlannedUnit
 
 _MARK = 0xA5  #: bytes that mark unset values and cannot be NaN
 _SURE_BYTES = 4  #: value size from which the mark is conclusive

@@ -15,7 +15,7 @@ from hsdp.errors import UsageError
 from hsdp.named_errors import naming
 
 if TYPE_CHECKING:
-    from hsdp.torch.model_attachment import ModelAttachment
+    from hsdp.torch.attach.model_attachment import ModelAttachment
 
 
 def install(attachments: Collection[ModelAttachment]) -> None:

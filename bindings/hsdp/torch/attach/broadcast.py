@@ -9,7 +9,7 @@ import torch
 from hsdp.errors import MismatchError, UsageError
 from hsdp.line_agreement import first_difference
 from hsdp.mesh import as_mesh
-from hsdp.torch.trainable_parameters import is_dtensor
+from hsdp.torch.attach.trainable_parameters import is_dtensor
 from hsdp.torch.value_digests import row_major_bytes
 
 

@@ -12,9 +12,9 @@ import torch
 
 from hsdp.communicator import Communicator
 from hsdp.torch.flat_slice import FlatSlice
-from hsdp.torch.parameter_groups import numbers
-from hsdp.torch.parameter_slices import ParameterSlice, gather_whole, refuse
-from hsdp.torch.slice_states import (
+from hsdp.torch.slices.parameter_groups import numbers
+from hsdp.torch.slices.parameter_slices import ParameterSlice, gather_whole, refuse
+from hsdp.torch.slices.slice_states import (
     is_missing,
     is_unused,
     loaded_states,

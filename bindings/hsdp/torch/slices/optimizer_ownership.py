@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from hsdp.reducer import Reducer
-from hsdp.torch.parameter_slices import refuse
+from hsdp.torch.slices.parameter_slices import refuse
 
 if TYPE_CHECKING:
     from hsdp.torch.sharded_optimizer import ShardedOptimizer

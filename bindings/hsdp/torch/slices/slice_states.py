@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hsdp.torch.flat_slice import FlatSlice
-from hsdp.torch.optimizer_probe import begin_training
-from hsdp.torch.parameter_slices import ParameterSlice, refuse
+from hsdp.torch.slices.optimizer_probe import begin_training
+from hsdp.torch.slices.parameter_slices import ParameterSlice, refuse
 
 # For a 16-bit parameter, next to its optimizer's states: the slice in fp32.
 MASTER = "master"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hsdp.reducer import Reducer
-from hsdp.torch.parameter_slices import refuse
+from hsdp.torch.slices.parameter_slices import refuse
 
 
 def require_options(

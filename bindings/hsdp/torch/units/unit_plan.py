@@ -14,14 +14,14 @@ from hsdp import _hsdp
 from hsdp.dtypes import registered
 from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
-from hsdp.torch.meta_init import MetaInit
-from hsdp.torch.model_attachment import ModelAttachment
-from hsdp.torch.module_units import ModuleUnit, Units, module_units
-from hsdp.torch.parameter_slices import ParameterSlice, ShardSlice, StoredMasters, refuse
-from hsdp.torch.replica_parts import ReplicaParts
-from hsdp.torch.sharded_unit import FrozenSlice, ShardedUnit, StoredSlice
-from hsdp.torch.trainable_parameters import GRADIENT_DTYPES
-from hsdp.torch.unit_hooks import UnitHooks
+from hsdp.torch.attach.model_attachment import ModelAttachment
+from hsdp.torch.attach.trainable_parameters import GRADIENT_DTYPES
+from hsdp.torch.slices.parameter_slices import ParameterSlice, ShardSlice, StoredMasters, refuse
+from hsdp.torch.units.meta_init import MetaInit
+from hsdp.torch.units.pass_hooks import UnitHooks
+from hsdp.torch.units.replica_parts import ReplicaParts
+from hsdp.torch.units.sharded_unit import FrozenSlice, ShardedUnit, StoredSlice
+from hsdp.torch.units.unit_choice import ModuleUnit, Units, module_units
 
 # Of frozen parameters: dtypes that gathers support, unpacked. Complex ones stay whole, since even
 # slices might split a number.

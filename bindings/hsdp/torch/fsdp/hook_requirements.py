@@ -6,7 +6,7 @@ import torch
 
 from hsdp.errors import UsageError
 from hsdp.mesh import Mesh
-from hsdp.torch.fsdp_parameter_group import FsdpParameterGroup
+from hsdp.torch.fsdp.fsdp_parameter_group import FsdpParameterGroup
 
 #: Dtypes that FSDP2 may send, by hsdp's names.
 WIRES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}

@@ -17,11 +17,11 @@ from torch.amp.grad_scaler import OptState
 from hsdp.errors import UsageError
 from hsdp.named_errors import naming
 from hsdp.torch import private_torch
-from hsdp.torch import unreduced_gradient_guard as guard
 from hsdp.torch.complex_values import real_view
+from hsdp.torch.guards import unreduced_gradient_guard as guard
 
 if TYPE_CHECKING:
-    from hsdp.torch.model_attachment import ModelAttachment
+    from hsdp.torch.attach.model_attachment import ModelAttachment
 
 _CALLER = "GradScaler.unscale_"
 _torch_scale = torch.amp.GradScaler.scale

@@ -17,7 +17,7 @@ from hsdp.errors import Error, MismatchError, StepAbortedError, UsageError
 from hsdp.line_agreement import digest_of, first_difference
 from hsdp.mesh import Mesh
 from hsdp.torch import private_torch
-from hsdp.torch.trainable_parameters import is_dtensor
+from hsdp.torch.attach.trainable_parameters import is_dtensor
 from hsdp.torch.value_digests import row_major_bytes, value_digests
 
 _MESSAGE_BYTES = 24 << 10  # fits in a control message for many ranks

@@ -11,7 +11,7 @@ from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.torch import private_torch
 from hsdp.torch.complex_values import mark_of
-from hsdp.torch.optimizer_probe import ProbedStates
+from hsdp.torch.slices.optimizer_probe import ProbedStates
 from hsdp.torch.value_digests import differ
 
 

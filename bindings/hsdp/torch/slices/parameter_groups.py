@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hsdp.torch.parameter_slices import refuse
+from hsdp.torch.slices.parameter_slices import refuse
 
 
 def parameter_groups(params: Any) -> list[dict[str, Any]]:

@@ -16,20 +16,21 @@ from hsdp.dtypes import registered
 from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
 from hsdp.parameter import unused_names
-from hsdp.torch import private_torch, unreduced_gradient_guard
-from hsdp.torch.buffer_sync import BufferSync
-from hsdp.torch.complex_values import real_view
-from hsdp.torch.gathered_gradients import GatheredGradients
-from hsdp.torch.gradient_hook import GradientHook, keeping_hook, make_hook
-from hsdp.torch.kept_reducers import ModelReference, keep_reducer
-from hsdp.torch.result_state import ResultState
-from hsdp.torch.trainable_parameters import (
+from hsdp.torch import private_torch
+from hsdp.torch.attach.buffer_sync import BufferSync
+from hsdp.torch.attach.gathered_gradients import GatheredGradients
+from hsdp.torch.attach.gradient_hook import GradientHook, keeping_hook, make_hook
+from hsdp.torch.attach.kept_reducers import ModelReference, keep_reducer
+from hsdp.torch.attach.trainable_parameters import (
     described_parameters,
     frozen_since,
     groups_by_name,
     require_memory,
     trainable_parameters,
 )
+from hsdp.torch.complex_values import real_view
+from hsdp.torch.guards import unreduced_gradient_guard
+from hsdp.torch.guards.result_state import ResultState
 
 if TYPE_CHECKING:
     from hsdp.attachment import Attachment

@@ -9,7 +9,7 @@ import torch
 import torch.nn.utils.parametrize
 
 from hsdp.torch import private_torch
-from hsdp.torch.parameter_slices import refuse
+from hsdp.torch.slices.parameter_slices import refuse
 
 #: module types or a predicate; None: the elements of each ModuleList
 Units = Union[Iterable[type[torch.nn.Module]], Callable[[torch.nn.Module], bool], None]

@@ -12,7 +12,7 @@ import torch
 
 from hsdp.errors import UsageError
 from hsdp.torch import private_torch
-from hsdp.torch.parameter_in_flight import WITHOUT_VALUES
+from hsdp.torch.slices.parameter_in_flight import WITHOUT_VALUES
 
 
 class Released(Protocol):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hsdp.errors import MismatchError, TimeoutError, UsageError
 from hsdp.torch import private_torch
-from hsdp.torch.meeting_store import MeetingStore
+from hsdp.torch.launch.meeting_store import MeetingStore
 
 _PROBE_S = 5.0
 _NONE = "none"

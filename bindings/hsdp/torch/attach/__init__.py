@@ -1,0 +1,1 @@
+"""How a model's gradients reach a Reducer."""

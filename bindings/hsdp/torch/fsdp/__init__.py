@@ -1,0 +1,1 @@
+"""hsdp between the replicas of FSDP2 models, and DTensors."""

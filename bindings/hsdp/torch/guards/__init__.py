@@ -1,0 +1,1 @@
+"""Everything that wraps or watches torch's own functions."""

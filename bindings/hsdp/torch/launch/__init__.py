@@ -1,0 +1,1 @@
+"""Who takes part: ranks, meshes and meeting places that torch.distributed knows."""

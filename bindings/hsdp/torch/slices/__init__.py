@@ -1,0 +1,1 @@
+"""This rank's slices of parameters, their masters, states and checkpoints."""

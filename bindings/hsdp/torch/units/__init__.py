@@ -1,0 +1,1 @@
+"""Stage 3: parameters that are gathered before use and released after."""

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 import hsdp
-from hsdp.errors import UsageError
+from hsdp.errors import UsageError, reason_of
 from hsdp.mesh import as_mesh
 from hsdp.open_reducers import GRACE_S, leave
-from hsdp.step_blocks import reason_of
 
 if TYPE_CHECKING:
     import torch

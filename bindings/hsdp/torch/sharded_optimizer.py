@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from hsdp.clipping import clip_grad_norm_
 from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
 from hsdp.keyword_hints import OPTIMIZER, hinting
@@ -20,7 +21,6 @@ from hsdp.named_errors import naming_itself, who_of
 from hsdp.options import MasterDtype, Offload, ShardOver, Stage
 from hsdp.parameter import unused_names, warn_of_no_gradients
 from hsdp.reducer import Reducer
-from hsdp.reducer_results import clip_grad_norm_
 from hsdp.reducer_text import counted
 from hsdp.torch import private_torch
 from hsdp.torch.complex_values import of_kind

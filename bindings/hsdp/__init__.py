@@ -15,7 +15,6 @@ import numpy as _numpy  # first, as the extension cannot work without it
 from hsdp import quant, zero
 from hsdp._hsdp import ReplicaHop, __version__
 from hsdp.array import Array
-from hsdp.clipping import clip_grad_norm_
 from hsdp.communicator import Communicator
 from hsdp.comparison import Comparison, ErrorHistogram, ParameterDifference, compare_snapshots
 from hsdp.errors import (
@@ -29,7 +28,7 @@ from hsdp.errors import (
 )
 from hsdp.mesh import Mesh, init_mesh, job_size
 from hsdp.parameter import Balance, Parameter, Slice
-from hsdp.reducer import Microbatch, Reducer, Step
+from hsdp.reducer import Microbatch, Reducer, Step, clip_grad_norm_
 from hsdp.reducer_stats import ReducerStats
 from hsdp.replica_hop import PlainHop
 from hsdp.same_weights import broadcast_parameters

@@ -7,7 +7,6 @@ import operator
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 from hsdp import _hsdp
@@ -19,7 +18,7 @@ from hsdp.errors import Error, UsageError, reason_of
 from hsdp.framework import Module, attachment
 from hsdp.keyword_hints import REDUCER, hinting
 from hsdp.mesh import as_mesh
-from hsdp.named_errors import naming_itself, who_of
+from hsdp.named_errors import naming, naming_itself, who_of
 from hsdp.open_reducers import open_reducers
 from hsdp.options import (
     AccumulateDtype,
@@ -34,7 +33,7 @@ from hsdp.options import (
     Sync,
 )
 from hsdp.parameter import Parameter
-from hsdp.reducer_results import ReducerResults
+from hsdp.reducer_results import ReducerResults, clip
 from hsdp.reducer_text import Wires, how_even, what_is_reduced, where_it_stands
 
 @naming_itself
@@ -524,12 +523,7 @@ class Step:
         self._reducer.begin_step()
         return self._reducer
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is not None:
             self._reducer.abandon_step(reason_of("its block raised", error or kind()))
 
@@ -553,16 +547,43 @@ class Microbatch:
         self._reducer.begin_microbatch(self._last, self._sync)
         return self._reducer
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:
             self._reducer.end_microbatch()
         else:
             self._reducer.abandon_step(reason_of("its block raised", error or kind()))
+
+
+def clip_grad_norm_(
+    reducers: Reducer | Iterable[Reducer],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Any:
+    """Like `Reducer.clip_grad_norm_`, with one norm over the gradients of several Reducers on one
+    device. Returns the norm before clipping. Collective.
+    """
+    listed = _listed(reducers)
+    with naming(who_of(one.name for one in listed)):
+        return clip(listed, max_norm, norm_type, error_if_nonfinite)
+
+
+def _listed(reducers: Any) -> list[Any]:
+    listed = [reducers] if isinstance(reducers, Reducer) else list(reducers)
+    got = "" if listed else "none; pass one or several"
+    for i, one in enumerate(listed):
+        if not isinstance(one, Reducer):
+            got = (
+                f"an object of type {type(one).__name__} as number {i}; parameters are clipped by "
+                "torch.nn.utils.clip_grad_norm_"
+            )
+        elif any(one is before for before in listed[:i]):
+            got = f"one again as number {i}; pass each once"
+        if got:
+            break
+    if got:
+        raise UsageError(f"reducer: clip_grad_norm_: expected Reducers, got {got}")
+    return listed
 
 
 def _whole(value: Any, what: str) -> int:

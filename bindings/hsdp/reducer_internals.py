@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from hsdp import _hsdp
 from hsdp.attachment import Attachment
@@ -13,7 +15,6 @@ from hsdp.mesh import Mesh
 from hsdp.named_errors import naming_itself
 from hsdp.options import Accumulate, AccumulateDtype, ShardOver
 from hsdp.same_weights import require_same_models
-from hsdp.weak_calls import WeakCalls
 
 
 @naming_itself
@@ -242,3 +243,24 @@ class ReducerInternals:
         while self._attachments:  # later attachments may depend on earlier ones
             self._attachments.pop().close()
         self._closed = True
+
+
+class WeakCalls:
+    """Calls methods in the order in which they were added, without keeping their objects alive."""
+
+    def __init__(self) -> None:
+        self._methods: list[weakref.WeakMethod[Callable[..., None]]] = []
+
+    def add(self, method: Callable[..., None]) -> None:
+        """Calls it from now on, while its object lives."""
+        self._methods.append(weakref.WeakMethod(method))
+
+    def discard(self, method: Callable[..., None]) -> None:
+        """Does nothing if it was not added."""
+        self._methods = [one for one in self._methods if one() not in (None, method)]
+
+    def __call__(self, *args: Any) -> None:
+        for one in list(self._methods):
+            method = one()
+            if method is not None:
+                method(*args)

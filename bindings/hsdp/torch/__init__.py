@@ -21,7 +21,7 @@ from hsdp.torch.private_torch import check_release as _check_release
 
 _check_release(_torch.__version__)
 
-from hsdp.torch.guards.grad_scaler import GradScaler
+from hsdp.torch.guards.loss_scaling import GradScaler
 from hsdp.torch.launch.device_mesh import mesh_from_torch
 
 if _TYPE_CHECKING:

@@ -13,29 +13,32 @@ from typing import Any, NoReturn
 
 import torch
 
-from hsdp.clipping import clip_grad_norm_
 from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
 from hsdp.keyword_hints import OPTIMIZER, hinting
 from hsdp.named_errors import naming_itself, who_of
 from hsdp.options import MasterDtype, Offload, ShardOver, Stage
 from hsdp.parameter import unused_names, warn_of_no_gradients
-from hsdp.reducer import Reducer
+from hsdp.reducer import Reducer, clip_grad_norm_
 from hsdp.reducer_text import counted
 from hsdp.torch import private_torch
 from hsdp.torch.complex_values import of_kind
-from hsdp.torch.guards import unreduced_gradient_guard
 from hsdp.torch.guards.loss_scaling import require_scaled, unscale_result
-from hsdp.torch.slices.optimizer_options import (
+from hsdp.torch.guards.unreduced_gradient_guard import require_result
+from hsdp.torch.guards.watched_gradients import attached_names
+from hsdp.torch.slices.optimizer_arguments import (
+    give_settings,
     is_offloaded,
+    parameter_groups,
     require_options,
     require_unit_options,
     required_reducers,
+    settings,
+    tensors,
 )
 from hsdp.torch.slices.optimizer_ownership import all_optimizers, disown, has_taken, own, owns, require_free, take
 from hsdp.torch.slices.optimizer_probe import OptimizerProbe, ProbedStates
 from hsdp.torch.slices.overlapped_gather import OverlappedGather
-from hsdp.torch.slices.parameter_groups import give_settings, parameter_groups, settings, tensors
 from hsdp.torch.slices.parameter_slices import (
     Masters,
     ParameterSlice,
@@ -55,16 +58,10 @@ from hsdp.torch.slices.slice_states import (
     states_elsewhere,
 )
 from hsdp.torch.units.meta_init import MetaInit, ParamInit, random_state_of_rank_0
-from hsdp.torch.units.pass_hooks import UnitHooks, full_state_dict
+from hsdp.torch.units.pass_hooks import full_state_dict
 from hsdp.torch.units.unit_choice import Units
-from hsdp.torch.units.unit_plan import (
-    Place,
-    attached_models,
-    gathered_units,
-    model_of,
-    plan_units,
-    slice_units,
-)
+from hsdp.torch.units.unit_plan import Place, attached_models, model_of, plan_units
+from hsdp.torch.units.unit_set_up import gathered_units, slice_units
 from hsdp.zero.parameter_gather import GatherStats
 
 _SET_UP = "make its ShardedOptimizer"
@@ -482,7 +479,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # Before other ranks wait for this one.
     def _require_usable(self) -> None:
-        unreduced_gradient_guard.require_result("ShardedOptimizer.step", self._parameters)
+        require_result("ShardedOptimizer.step", self._parameters)
         if self._max_grad_norm is not None:
             for reducer in self._reducers:
                 for attachment in attached_models(reducer):
@@ -665,7 +662,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         (set_loss_scale). 1 where a gradient of any rank is not finite.
         """
         self._take_gradients()
-        found = unreduced_gradient_guard.attached_names(self._parameters)
+        found = attached_names(self._parameters)
         for attachment, names in found.items():
             require_scaled(attachment, names)
         self._skipped = self._found_inf()  # a scaler that hears of it calls no step()

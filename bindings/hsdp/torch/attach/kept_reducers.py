@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from hsdp.reducer import Reducer
+from hsdp.reducer import Reducer
 
 _KEY = "_hsdp_reducers"
 _WRAPPERS = (torch.nn.ModuleDict, torch.nn.ModuleList)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from hsdp import _hsdp
 from hsdp.array import Array, TensorOrArray
+from hsdp.attachment import Attachment
 from hsdp.dtypes import registered
 from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
 from hsdp.parameter import unused_names
+from hsdp.reducer import Reducer
 from hsdp.torch import private_torch
 from hsdp.torch.attach.buffer_sync import BufferSync
 from hsdp.torch.attach.gathered_gradients import GatheredGradients
@@ -29,15 +31,17 @@ from hsdp.torch.attach.trainable_parameters import (
     trainable_parameters,
 )
 from hsdp.torch.complex_values import real_view
-from hsdp.torch.guards import unreduced_gradient_guard
-from hsdp.torch.guards.result_state import ResultState
+from hsdp.torch.guards.installation import watch
+from hsdp.torch.guards.watched_gradients import (
+    ResultState,
+    WatchedGradients,
+    is_watched,
+    require_unwatched,
+    watched,
+)
 
-if TYPE_CHECKING:
-    from hsdp.attachment import Attachment
-    from hsdp.reducer import Reducer
 
-
-class ModelAttachment:
+class ModelAttachment(WatchedGradients):
     """The parameters of a model, their hooks, and their `p.grad`. Made by `Reducer.attach`, which
     documents it.
     """
@@ -51,18 +55,11 @@ class ModelAttachment:
         check_parameters: bool,
         broadcast_buffers: bool | Collection[str],
     ) -> None:
-        self._own_reducer = weakref.ref(reducer)
-        self._handle = reducer._handle
+        super().__init__(reducer, keep_grads)
         self._kind = type(model).__name__
-        self._keep = keep_grads
         self._checks = check_parameters
-        self._placed = False  #: whether we put what is in p.grad there
-        self._unused: set[str] = set()  #: names whose p.grad the last step left empty
-        self._gathered = False  #: whether it is the mean gradient
         self._step = -1  #: the step of the last microbatch
         self._loss_scale = 1.0  #: for the next step
-        #: from the last step
-        self.result = ResultState(self._loss_scale)
         parameters = trainable_parameters(model, reducer.mesh.device)
         self._model = ModelReference(model)
         follows = broadcast_buffers is not False and reducer.mesh.size > 1
@@ -71,30 +68,21 @@ class ModelAttachment:
         self._buffers = buffers if follows and buffers.is_needed else None
         group_of = groups_by_name(model, groups or {})
         for name, parameter in parameters:
-            unreduced_gradient_guard.require_unwatched(name, parameter, reducer._attachments)
+            require_unwatched(name, parameter, reducer._attachments)
         self._require_new_names([name for name, _ in parameters], reducer._attachments)
         # A backward pass produces the last layers' gradients first.
         self._parameters = dict(reversed(parameters))
         self._names = {id(p): name for name, p in parameters}
         self._fresh: dict[str, torch.Tensor] = {}
         self._sums: dict[str, torch.Tensor] = {}
-        self._in_window = False
-        self._held = _hsdp.HeldGradients()
         self._gathered_gradients = GatheredGradients()
-        self._indices: dict[str, int] = {}
         self._hooks: dict[str, GradientHook] = {}
         self._installed: list[tuple[dict[int, Any], int]] = []  # a parameter's hooks, and which is ours
         for name, parameter in self._parameters.items():
             self._register(name, parameter, group_of.get(name, ""))
         self.install_hooks()
-        unreduced_gradient_guard.watch(self)
+        watch(self)
         self._kept = [weakref.ref(kept) for kept in keep_reducer(model, reducer)]
-
-    @property
-    def _reducer(self) -> Reducer:
-        reducer = self._own_reducer()
-        assert reducer is not None  # the Reducer has this
-        return reducer
 
     @property
     def model(self) -> torch.nn.Module | None:
@@ -108,77 +96,13 @@ class ModelAttachment:
                 self._install_hook(name, parameter)
 
     @property
-    def keeps_gradients(self) -> bool:
-        """Whether p.grad, with local sums, is left to the user."""
-        return self._keep
-
-    @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
         """The attached parameters, by name."""
         return self._parameters
 
-    def name_of(self, parameter: torch.Tensor) -> str | None:
-        """The name of an attached parameter; None for any other."""
-        return self._names.get(id(parameter))
-
-    def is_left(self, name: str) -> bool:
-        """Whether the last gather left a parameter without a gradient, since no rank had one."""
-        return self._gathered and name in self._unused
-
-    def gradient_of(self, name: str) -> torch.Tensor | None:
-        """The current p.grad."""
-        return self._parameters[name].grad
-
-    def shard(self, name: str) -> torch.Tensor:
-        """This rank's slice of the result, flat; for a complex parameter its real view."""
-        shard: torch.Tensor = self.as_array(Array(self._handle.shard(name)))
-        return shard
-
-    def found_inf_tensor(self, device: torch.device) -> torch.Tensor:
-        """Whether any sum of the step was non-finite on any rank, as 1 or 0. Collective."""
-        word: torch.Tensor = self._reducer.found_inf_tensor()
-        return word.to(device, non_blocking=True)
-
-    @property
-    def holds_local_sums(self) -> bool:
-        """Whether p.grad holds this rank's own, undivided sums."""
-        return self._keep and not self._gathered
-
-    def has_result(self) -> bool:
-        """Whether the last step is over and was not dropped."""
-        handle = self._handle
-        return handle.step_number() >= 0 and not handle.step_begun() and not handle.step_dropped()
-
-    def is_collecting(self) -> bool:
-        """Whether a microbatch or a window is open."""
-        return self._handle.is_collecting()
-
-    def step_begun(self) -> bool:
-        """Whether a step has begun and not ended."""
-        return self._handle.step_begun()
-
-    def arrived(self, name: str) -> bool:
-        """Whether that parameter's gradient was handed over in the current step."""
-        return self._handle.has_gradient(self._indices[name])
-
-    @property
-    def who(self) -> str:
-        """The Reducer's name, for errors."""
-        return self._reducer._who
-
-    def lost(self, name: str) -> bool:
-        """Whether the gradient that the step left in p.grad is gone."""
-        return self._placed and self.has_result() and self.gradient_of(name) is None and (
-            name not in self._unused
-        )
-
     def loss_scale_set(self, scale: float) -> None:
         """Sets the divisor of later steps' results."""
         self._loss_scale = scale
-
-    def parameter_names(self) -> Collection[str]:
-        """The names of its parameters."""
-        return self._parameters.keys()
 
     def describe(self) -> str:
         """The model's class."""
@@ -238,10 +162,6 @@ class ModelAttachment:
         """How many passes are summed in the gradients of this window."""
         return self._held.pass_count if self._held.active else 1
 
-    def as_array(self, memory: Array) -> TensorOrArray:
-        """A tensor over the same memory."""
-        return torch.from_dlpack(memory)
-
     def held_sum(self, name: str) -> TensorOrArray | None:
         """A copy of p.grad in a window that leaves it there."""
         grad = self._parameters[name].grad if self._held.active else None
@@ -251,16 +171,6 @@ class ModelAttachment:
         with contextlib.suppress(UsageError):  # there is no sum before it
             held.add_(torch.from_dlpack(Array(self._handle.local_sum(name))))
         return held
-
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether a window is open that adds gradients up in p.grad."""
-        return self._held.active
-
-    @property
-    def in_window(self) -> bool:
-        """Whether a window is open at whose end gradients are reduced."""
-        return self._in_window
 
     def microbatch_ending(self) -> None:
         """Takes gradients that no backward pass produced: those that are now in p.grad."""
@@ -372,7 +282,7 @@ class ModelAttachment:
 
     def close(self) -> None:
         """Removes the hooks. Gradients stay in place."""
-        unreduced_gradient_guard.forget(self)
+        watched.discard(self)
         self._remove_hooks()
         for kept in self._kept:
             place = kept()
@@ -437,7 +347,7 @@ class ModelAttachment:
             )
 
     def _require_reduced_elsewhere(self, parameter: torch.Tensor) -> None:
-        if unreduced_gradient_guard.is_watched(parameter):
+        if is_watched(parameter):
             return
         name = next(name for name, p in self._model.named_parameters() if p is parameter)
         raise UsageError(

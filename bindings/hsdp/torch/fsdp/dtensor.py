@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hsdp.errors import UsageError
 from hsdp.mesh import Mesh
+from hsdp.reducer import Reducer
+from hsdp.snapshot import Entry
 from hsdp.torch.complex_values import of_kind
-
-if TYPE_CHECKING:
-    from hsdp.reducer import Reducer
-    from hsdp.snapshot import Entry
 
 _device_meshes: weakref.WeakKeyDictionary[Mesh, DeviceMesh] = weakref.WeakKeyDictionary()
 

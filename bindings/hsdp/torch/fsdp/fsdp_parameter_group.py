@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from hsdp.errors import UsageError
+from hsdp.mesh import Mesh
 from hsdp.torch import private_torch
+
+
+#: Dtypes that FSDP2 may send, by hsdp's names.
+WIRES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class FsdpParameterGroup:
@@ -217,3 +222,44 @@ def places_within(
 def title(name: str) -> str:
     """How errors name a module."""
     return f"'{name}'" if name else "the root module"
+
+
+def require_usable(group: FsdpParameterGroup, mesh: Mesh) -> None:
+    """Raises UsageError unless a replica hook may be installed: the mesh has the group's ranks and device."""
+    if group.mesh_text is not None:
+        raise UsageError(
+            f"replica_hook: expected {group.name} sharded over a one-dimensional mesh, got "
+            f"{group.mesh_text} that FSDP2 reduces over by itself; shard over one dimension of it, "
+            "as in fully_shard(module, mesh=mesh_2d['dp_shard'])"
+        )
+    ranks, expected = group.shard_ranks, list(mesh.shard_group.ranks)
+    if ranks != expected:
+        raise UsageError(
+            f"replica_hook: expected {group.name} sharded over ranks {expected}, this rank's shard "
+            f"group in {mesh!r}, got ranks {ranks}; make both meshes of the same sizes, as in "
+            f'init_device_mesh("{group.device.type}", ({mesh.replicate_size}, {mesh.shard_size}), '
+            "mesh_dim_names=('dp_replicate', 'dp_shard'))"
+        )
+    if str(group.device) != mesh.device:
+        raise UsageError(
+            f"replica_hook: expected {group.name} on {mesh.device}, the mesh's device, got "
+            f"{group.device}; make the mesh with hsdp.init_mesh(..., device='{group.device}')"
+        )
+    reduced = group.dtype if group.dtype.is_complex else group.reduce_dtype
+    if reduced not in WIRES:
+        raise UsageError(
+            f"replica_hook: expected gradients of {group.name} in float32, bfloat16 or float16, "
+            f"got {reduced}; set reduce_dtype in its MixedPrecisionPolicy"
+        )
+    if group.gradient_dtypes - {group.dtype}:  # FSDP2 orders the flat tensor by them
+        raise UsageError(
+            f"replica_hook: expected gradients of {group.name} in its parameters' dtype, {group.dtype}, got "
+            f"grad_dtype {' and '.join(sorted(map(str, group.gradient_dtypes)))}; leave grad_dtype as it is, "
+            "and set reduce_dtype in its MixedPrecisionPolicy"
+        )
+    if group.hook is not None:
+        raise UsageError(
+            f"replica_hook: expected {group.name} without an all-reduce hook, got one that was set "
+            "before; close() the earlier handle, or take out your own with "
+            "set_all_reduce_hook(None)"
+        )

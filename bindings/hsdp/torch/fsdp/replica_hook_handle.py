@@ -13,9 +13,13 @@ from hsdp.errors import UsageError
 from hsdp.keyword_hints import REPLICA_HOOK, hinting
 from hsdp.mesh import Mesh, as_mesh
 from hsdp.torch import private_torch
-from hsdp.torch.fsdp.fsdp_parameter_group import fsdp_parameter_groups, places_within
-from hsdp.torch.fsdp.hook_requirements import WIRES, require_usable
-from hsdp.torch.guards import unreduced_gradient_guard
+from hsdp.torch.fsdp.fsdp_parameter_group import (
+    WIRES,
+    fsdp_parameter_groups,
+    places_within,
+    require_usable,
+)
+from hsdp.torch.guards.installation import watch_hook
 
 
 class ReplicaHookHandle:
@@ -44,7 +48,7 @@ class ReplicaHookHandle:
         self._closed = False
         for index, group in enumerate(self._groups):
             group.set_hook(functools.partial(self._in_backward, index))
-        unreduced_gradient_guard.watch_hook(self)
+        watch_hook(self)
 
     @property
     def mesh(self) -> Mesh:

@@ -1,5 +1,6 @@
 """Teaches torch's GradScaler about attached parameters: whose gradients carry its scale, and to unscale
-shards with p.grad. Applies to the whole process, once one scales beside an attached model.
+shards with p.grad. Applies to the whole process, once one scales beside an attached model. `GradScaler`
+also has the same verdict on every rank.
 
 [Note: one verdict for a loss scale] [Note: gradients that are not what they seem]
 """
@@ -9,26 +10,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Collection, Iterable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.amp.grad_scaler import OptState
 
 from hsdp.errors import UsageError
 from hsdp.named_errors import naming
+from hsdp.reducer import Reducer
 from hsdp.torch import private_torch
 from hsdp.torch.complex_values import real_view
-from hsdp.torch.guards import unreduced_gradient_guard as guard
-
-if TYPE_CHECKING:
-    from hsdp.torch.attach.model_attachment import ModelAttachment
+from hsdp.torch.guards.unreduced_gradient_guard import require_gradients
+from hsdp.torch.guards.watched_gradients import WatchedGradients, attached_names, owner_of, watched
 
 _CALLER = "GradScaler.unscale_"
 _torch_scale = torch.amp.GradScaler.scale
 
 #: what torch's scaler keeps for an optimizer: 1 by device if it found an infinity
 Found: TypeAlias = "dict[torch.device, torch.Tensor]"
-_Slices: TypeAlias = "dict[ModelAttachment, dict[torch.Tensor, str]]"
+_Slices: TypeAlias = dict[WatchedGradients, dict[torch.Tensor, str]]
 
 
 def merged(founds: Iterable[Found]) -> Found:
@@ -41,7 +41,7 @@ def merged(founds: Iterable[Found]) -> Found:
 
 
 def unscale_result(
-    attachment: ModelAttachment,
+    attachment: WatchedGradients,
     names: Collection[str],
     inverse_scale: torch.Tensor,
     done: Collection[int] = (),
@@ -69,7 +69,7 @@ def _multiply(tensors: list[torch.Tensor], factor: torch.Tensor, done: Collectio
         private_torch.foreach_mul_(listed, factor.to(listed[0].device))
 
 
-def require_scaled(attachment: ModelAttachment, names: Iterable[str]) -> None:
+def require_scaled(attachment: WatchedGradients, names: Iterable[str]) -> None:
     """Raises UsageError if there is nothing to unscale."""
     if not attachment.has_result():
         raise UsageError(
@@ -86,10 +86,15 @@ def require_scaled(attachment: ModelAttachment, names: Iterable[str]) -> None:
 
 def _scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
     scaled = _torch_scale(self, outputs)
-    if guard.attachments() and private_torch.is_enabled(self) and not torch.compiler.is_compiling():
+    if watched and private_torch.is_enabled(self) and not torch.compiler.is_compiling():
         take_over_unscaling()
         _note(self, scaled)
     return scaled
+
+
+def guard_scale() -> None:
+    """Notes the scale of the losses that GradScalers scale."""
+    torch.amp.GradScaler.scale = _scale
 
 
 @functools.cache
@@ -112,7 +117,7 @@ def _note(self: torch.amp.GradScaler, scaled: Any) -> None:
 
 
 def _mark(scaler: Any) -> None:
-    for attachment in guard.attachments():
+    for attachment in list(watched):
         if attachment.is_collecting():
             attachment.result.scale = private_torch.scale_of(scaler).clone()  # update() changes it
 
@@ -128,13 +133,13 @@ def _unscale_grads(
     if unscale is not None:
         return {found_inf.device: unscale(inv_scale).to(found_inf)}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    attached, slices = guard.attached_names(parameters), _slices_among(parameters)
+    attached, slices = attached_names(parameters), _slices_among(parameters)
     if not attached and not slices:
         found: Found = private_torch.unscale_grads(self, optimizer, inv_scale, found_inf, allow_fp16)
         return found
     takes_shards = bool(getattr(optimizer, "takes_shards", False))
     if not takes_shards:
-        guard.require_gradients(_CALLER, parameters)
+        require_gradients(_CALLER, parameters)
     results = [*attached.items(), *((attachment, [*of.values()]) for attachment, of in slices.items())]
     for attachment, names in results:
         with naming(attachment.who):
@@ -179,7 +184,7 @@ def _by_divisor(
 ) -> dict[float, list[torch.Tensor]]:
     parts: dict[float, list[torch.Tensor]] = {}
     for parameter in parameters:
-        owner = guard.owner_of(parameter)
+        owner = owner_of(parameter)
         divisor = 1.0
         if owner is not None:
             if takes_shards:
@@ -196,11 +201,11 @@ def _by_divisor(
 
 # The parameters of optimizers with their own slices, whose .grad is the shard, and their names.
 def _slices_among(parameters: Iterable[torch.Tensor]) -> _Slices:
-    attachments = [a for a in guard.attachments() if a.has_result()]
+    attachments = [a for a in list(watched) if a.has_result()]
     of_address = {
         p.grad.data_ptr(): p
         for p in (parameters if attachments else ())
-        if p.grad is not None and p.grad.numel() > 0 and guard.owner_of(p) is None
+        if p.grad is not None and p.grad.numel() > 0 and owner_of(p) is None
     }
     found: _Slices = {}
     for attachment in attachments if of_address else ():
@@ -211,4 +216,44 @@ def _slices_among(parameters: Iterable[torch.Tensor]) -> _Slices:
     return found
 
 
-torch.amp.GradScaler.scale = _scale
+class GradScaler(torch.amp.GradScaler):
+    """torch's GradScaler, but a step is skipped on all ranks or on none.
+
+        scaler = hsdp.torch.GradScaler(reducer, device="cpu")
+        with reducer.microbatch(last=True):
+            scaler.scale(loss).backward()
+        reducer.gather_gradients()
+        scaler.unscale_(optimizer)  # where something is clipped
+        reducer.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    For optimizers that hold attached parameters, torch's own GradScaler does the same: an infinity or
+    NaN that any rank saw in the step (`reducer.found_inf`) counts on every rank, and `unscale_` divides
+    the shards as well as p.grad. This class applies what its Reducer saw to every optimizer, including
+    one that holds its own slices.
+
+    - `unscale_` comes after `gather_gradients`. Local sums (`keep_grads=True`) and optimizers that take
+      shards, such as `hsdp.zero.ShardedOptimizer`, do not need a gather.
+    - `reducer.set_loss_scale(scaler.get_scale())` before a step saves the unscaling pass, and clipping
+      then needs no `unscale_`; nothing is divided twice.
+    - Clipping, or stepping, that would mistake scaled gradients for unscaled ones raises UsageError.
+
+    Every rank calls `step`, `unscale_` and `update`. Other arguments are those of torch.amp.GradScaler.
+    """
+
+    def __init__(self, reducer: Reducer, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        take_over_unscaling()
+        self._reducer = reducer
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> Found:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        word = self._reducer.found_inf_tensor().to(found_inf.device, non_blocking=True)
+        return merged([found, {found_inf.device: word}])

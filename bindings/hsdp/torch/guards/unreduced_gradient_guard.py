@@ -14,95 +14,26 @@ from __future__ import annotations
 import functools
 import math
 import types
-import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hsdp.errors import UsageError
 from hsdp.named_errors import naming
 from hsdp.torch import private_torch
 from hsdp.torch.guards import zero_grad_guard
-from hsdp.torch.guards.ddp_guard import guard_ddp
-from hsdp.torch.guards.result_state import refuse_zeroed
-
-if TYPE_CHECKING:
-    from hsdp.attachment import Attachment
-    from hsdp.torch.attach.model_attachment import ModelAttachment
-    from hsdp.torch.fsdp.replica_hook_handle import ReplicaHookHandle
-
-_attachments: weakref.WeakSet[ModelAttachment] = weakref.WeakSet()
-_replica_hooks: weakref.WeakSet[ReplicaHookHandle] = weakref.WeakSet()
-_attach_count = 0  # in this process so far
+from hsdp.torch.guards.watched_gradients import (
+    WatchedGradients,
+    attached_names,
+    refuse_zeroed,
+    replica_hooks,
+    watched,
+)
 
 
-def watch(attachment: ModelAttachment) -> None:
-    """From now on, its parameters must not be used without gradients."""
-    global _attach_count  # noqa: PLW0603
-    _attach_count += 1
-    _install()
-    _attachments.add(attachment)
-
-
-def watch_hook(handle: ReplicaHookHandle) -> None:
-    """From now on, its parameters must not be used while their gradients are pending."""
-    _install()
-    _replica_hooks.add(handle)
-
-
-def forget(attachment: ModelAttachment) -> None:
-    """The opposite of `watch`."""
-    _attachments.discard(attachment)
-
-
-def require_unwatched(name: str, parameter: torch.Tensor, others: Iterable[Attachment]) -> None:
-    """Raises UsageError if a Reducer already takes the parameter's gradients: this one, which has
-    `others`, or another.
-    """
-    owner = owner_of(parameter)
-    if owner is None:
-        return
-    got = "it attached to another Reducer"
-    remedy = "close that one first (hsdp.torch.reducers_of(model) has it)"
-    if any(owner is other for other in others):
-        got, remedy = "it attached to this Reducer already", "call attach once for each model"
-    raise UsageError(
-        f"reducer: attach: expected '{name}' to be attached once, got {got}; {remedy}, or join models "
-        "that share parameters in a torch.nn.ModuleList"
-    )
-
-
-def is_watched(parameter: torch.Tensor) -> bool:
-    """Whether a Reducer takes its gradients."""
-    return owner_of(parameter) is not None
-
-
-def owner_of(parameter: torch.Tensor) -> ModelAttachment | None:
-    """The attachment that takes its gradients."""
-    return next((a for a in _attachments if a.name_of(parameter) is not None), None)
-
-
-def attachments() -> list[ModelAttachment]:
-    """The attachments of all Reducers."""
-    return list(_attachments)
-
-
-def attached_names(parameters: Iterable[Any]) -> dict[ModelAttachment, list[str]]:
-    """The names of attached parameters, by attachment."""
-    found: dict[ModelAttachment, list[str]] = {}
-    watching = list(_attachments)
-    for parameter in parameters if watching else ():
-        for attachment in watching:
-            name = attachment.name_of(parameter)
-            if name is not None:
-                found.setdefault(attachment, []).append(name)
-    return found
-
-
-def require_gradients(caller: str, parameters: Iterable[Any]) -> dict[ModelAttachment, list[str]]:
+def require_gradients(caller: str, parameters: Iterable[Any]) -> dict[WatchedGradients, list[str]]:
     """Names of the attached ones; raises UsageError unless all have their step's gradient in p.grad."""
     found = attached_names(parameters)
     for attachment, names in found.items():
@@ -114,7 +45,7 @@ def require_gradients(caller: str, parameters: Iterable[Any]) -> dict[ModelAttac
 
 
 # Once per attachment: this runs in every optimizer step.
-def _require_no_pass(caller: str, attachment: ModelAttachment, name: str) -> None:
+def _require_no_pass(caller: str, attachment: WatchedGradients, name: str) -> None:
     if attachment.in_window:
         raise UsageError(
             f"{caller}: expected a call after hsdp.zero.coalesce_grad_reduction, got one "
@@ -129,7 +60,7 @@ def _require_no_pass(caller: str, attachment: ModelAttachment, name: str) -> Non
         )
 
 
-def _require_gradient(caller: str, attachment: ModelAttachment, name: str) -> None:
+def _require_gradient(caller: str, attachment: WatchedGradients, name: str) -> None:
     grad = attachment.gradient_of(name)
     if grad is None and attachment.step_begun() and not attachment.keeps_gradients:
         raise UsageError(
@@ -170,7 +101,7 @@ def _require_usable(caller: str, parameters: Iterable[Any]) -> None:
 
 
 def _require_reduced(caller: str, parameters: Iterable[Any]) -> None:
-    hooks = [hook for hook in _replica_hooks if hook.carry_bytes > 0]
+    hooks = [hook for hook in replica_hooks if hook.carry_bytes > 0]
     for parameter in parameters if hooks else ():
         for hook in hooks:
             module = hook.pending_module_of(parameter)
@@ -183,9 +114,10 @@ def _require_reduced(caller: str, parameters: Iterable[Any]) -> None:
                 )
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-    zero_grad_guard.guard_class(type(optimizer), _attachments)
-    if not (_attachments or _replica_hooks) or hasattr(optimizer, "_unscale_shards"):
+def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """A hook before the step of every optimizer of the process."""
+    zero_grad_guard.guard_class(type(optimizer))
+    if not (watched or replica_hooks) or hasattr(optimizer, "_unscale_shards"):
         return None
 
     def require() -> None:
@@ -218,21 +150,12 @@ def _then(closure: Callable[[], Any], check: Callable[[], None]) -> Callable[[],
     return checked
 
 
-@functools.cache
-def _install() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-    for name in ("clip_grad_norm_", "clip_grad_value_", private_torch.CLIP_WITH_NORM):
-        _guard_function(name)
-    guard_ddp(is_watched, lambda: _attach_count)
-    zero_grad_guard.install(_attachments)
-
-
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     name = name.lstrip("_")
 
     @functools.wraps(function)
     def guarded(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (_attachments or _replica_hooks):
+        if not (watched or replica_hooks):
             return function(parameters, *args, **kwargs)
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         _require_usable(name, listed)
@@ -246,6 +169,12 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return guarded
+
+
+def guard_clipping() -> None:
+    """Wraps torch's functions that clip."""
+    for name in ("clip_grad_norm_", "clip_grad_value_", private_torch.CLIP_WITH_NORM):
+        _guard_function(name)
 
 
 # Users hold a function, perhaps from before our import, that is a wrapper around the real one; so

@@ -6,47 +6,41 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 from hsdp.errors import UsageError
 from hsdp.named_errors import naming
-
-if TYPE_CHECKING:
-    from hsdp.torch.attach.model_attachment import ModelAttachment
+from hsdp.torch.guards.watched_gradients import WatchedGradients, watched
 
 
-def install(attachments: Collection[ModelAttachment]) -> None:
-    """Watches zero_grad() of all optimizers and modules of the process, for these attachments."""
-    guard_class(torch.optim.Optimizer, attachments)
+def guard_zero_grad() -> None:
+    """Watches zero_grad() of all optimizers and modules of the process."""
+    guard_class(torch.optim.Optimizer)
     module = torch.nn.Module
-    module.zero_grad = _guarded(module.zero_grad, attachments, lambda it: it.parameters())
+    module.zero_grad = _guarded(module.zero_grad, lambda it: it.parameters())
 
 
-def guard_class(kind: type[torch.optim.Optimizer], attachments: Collection[ModelAttachment]) -> None:
+def guard_class(kind: type[torch.optim.Optimizer]) -> None:
     """The same for a class of optimizers, which may define its own zero_grad()."""
     for part in kind.__mro__:
         own = vars(part).get("zero_grad")
         if own is not None and not hasattr(own, "_hsdp_guarded"):
-            guarded = _guarded(
-                own, attachments, lambda it: (p for g in it.param_groups for p in g["params"])
-            )
+            guarded = _guarded(own, lambda it: (p for g in it.param_groups for p in g["params"]))
             setattr(part, "zero_grad", guarded)  # noqa: B010 - of a class that checkers do not know
 
 
 def _guarded(
-    function: Callable[..., None],
-    attachments: Collection[ModelAttachment],
-    parameters_of: Callable[[Any], Iterable[torch.Tensor]],
+    function: Callable[..., None], parameters_of: Callable[[Any], Iterable[torch.Tensor]]
 ) -> Callable[..., None]:
     @functools.wraps(function)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or not attachments:
+        if torch.compiler.is_compiling() or not watched:
             function(self, *args, **kwargs)
             return
-        met = _met(attachments, lambda: parameters_of(self))
+        met = _met(lambda: parameters_of(self))
         for attachment, names in met:
             with naming(attachment.who):
                 _require_none_arrived(f"{type(self).__name__}.zero_grad", attachment, names)
@@ -61,10 +55,10 @@ def _guarded(
 
 # Affected attachments, and the names of what is zeroed of them.
 def _met(
-    attachments: Iterable[ModelAttachment], parameters: Callable[[], Iterable[torch.Tensor]]
-) -> list[tuple[ModelAttachment, list[str]]]:
+    parameters: Callable[[], Iterable[torch.Tensor]]
+) -> list[tuple[WatchedGradients, list[str]]]:
     found = []
-    for attachment in attachments:
+    for attachment in watched:
         if attachment.has_result() or attachment.step_begun():
             names = [name for p in parameters() if (name := attachment.name_of(p)) is not None]
             if names:
@@ -72,7 +66,7 @@ def _met(
     return found
 
 
-def _require_none_arrived(caller: str, attachment: ModelAttachment, names: list[str]) -> None:
+def _require_none_arrived(caller: str, attachment: WatchedGradients, names: list[str]) -> None:
     if not attachment.step_begun():
         return
     here = [name for name in names if attachment.gradient_of(name) is not None]

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from hsdp.reducer import Reducer
 from hsdp.torch.slices.parameter_slices import refuse
 
-if TYPE_CHECKING:
-    from hsdp.torch.sharded_optimizer import ShardedOptimizer
+
+class Owner(Protocol):
+    """A ShardedOptimizer, as others of its Reducers know it."""
+
+    _names: dict[Reducer, frozenset[str]]
+    _stage: int
+    _max_grad_norm: float | None
+    _units: Any
+
 
 # In the order in which they were made.
-_owners: weakref.WeakKeyDictionary[Reducer, weakref.WeakKeyDictionary[ShardedOptimizer, None]] = (
+_owners: weakref.WeakKeyDictionary[Reducer, weakref.WeakKeyDictionary[Owner, None]] = (
     weakref.WeakKeyDictionary()
 )
 # The last step of each Reducer that optimizers have taken, with the names of those parameters: none is
@@ -21,23 +28,23 @@ _owners: weakref.WeakKeyDictionary[Reducer, weakref.WeakKeyDictionary[ShardedOpt
 _taken: weakref.WeakKeyDictionary[Reducer, tuple[int, frozenset[str]]] = weakref.WeakKeyDictionary()
 
 
-def own(reducer: Reducer, optimizer: ShardedOptimizer) -> None:
+def own(reducer: Reducer, optimizer: Owner) -> None:
     """Notes that it has parameters of this Reducer."""
     _owners.setdefault(reducer, weakref.WeakKeyDictionary())[optimizer] = None
 
 
-def disown(reducer: Reducer, optimizer: ShardedOptimizer) -> None:
+def disown(reducer: Reducer, optimizer: Owner) -> None:
     """Notes that it no longer has any."""
     if owns(reducer, optimizer):
         del _owners[reducer][optimizer]
 
 
-def owns(reducer: Reducer, optimizer: ShardedOptimizer) -> bool:
+def owns(reducer: Reducer, optimizer: Owner) -> bool:
     """Whether it has parameters of this Reducer."""
     return optimizer in _owners.get(reducer, ())
 
 
-def all_optimizers() -> list[ShardedOptimizer]:
+def all_optimizers() -> list[Owner]:
     """The optimizers of all Reducers, in the same order on every rank."""
     return list({optimizer: None for its in _owners.values() for optimizer in its})
 

@@ -12,7 +12,7 @@ import torch
 
 from hsdp.communicator import Communicator
 from hsdp.torch.flat_slice import FlatSlice
-from hsdp.torch.slices.parameter_groups import numbers
+from hsdp.torch.slices.optimizer_arguments import numbers
 from hsdp.torch.slices.parameter_slices import ParameterSlice, gather_whole, refuse
 from hsdp.torch.slices.slice_states import (
     is_missing,

@@ -9,7 +9,7 @@ import base64
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,10 +20,8 @@ from hsdp.same_weights import VALUES
 from hsdp.torch import private_torch
 from hsdp.torch.slices.parameter_slices import refuse
 from hsdp.torch.units.released_parameter import RELEASED, released
+from hsdp.torch.units.unit_plan import PlannedUnit
 from hsdp.torch.value_digests import row_major_bytes, value_digests
-
-if TYPE_CHECKING:
-    from hsdp.torch.units.unit_plan import PlannedUnit
 
 _MARK = 0xA5  #: bytes that mark unset values and cannot be NaN
 _SURE_BYTES = 4  #: value size from which the mark is conclusive

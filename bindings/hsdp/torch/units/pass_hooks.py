@@ -10,20 +10,18 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
 from hsdp import _hsdp
+from hsdp.reducer import Reducer
 from hsdp.torch import private_torch
 from hsdp.torch.slices.parameter_slices import refuse
 from hsdp.torch.units.replica_parts import ReplicaParts
 from hsdp.torch.units.sharded_unit import ShardedUnit
 from hsdp.zero.parameter_gather import GatherStats
-
-if TYPE_CHECKING:
-    from hsdp.reducer import Reducer
 
 
 # A graph of torch.compile ends before it, and a new one begins after it.
@@ -37,7 +35,7 @@ class ModuleHook:
     nothing.
     """
 
-    def __init__(self, hooks: UnitHooks, number: int, run: Callable[..., Any]) -> None:
+    def __init__(self, hooks: PassHooks, number: int, run: Callable[..., Any]) -> None:
         owner = weakref.ref(hooks)
 
         @_uncompiled
@@ -128,7 +126,7 @@ class GatherOrder:
         self._before = (None, None)
 
 
-class UnitHooks:
+class PassHooks:
     """Gathers units before the forward and backward passes of their modules, or earlier if the order is
     known, and releases them afterwards.
 
@@ -174,7 +172,7 @@ class UnitHooks:
     def _hook(self, number: int) -> None:
         unit = self.units[number]
         hook = functools.partial(ModuleHook, self, number)
-        before = hook(UnitHooks._before_forward)
+        before = hook(PassHooks._before_forward)
         after = hook(lambda hooks, unit, args, output: hooks._after_forward(unit, output))
         module = unit.module
         assert module is not None  # given with the unit
@@ -420,8 +418,8 @@ class UnitHooks:
         number = next((n for n, unit in enumerate(self.units) if unit.module is module), None)
         if number is None:
             refuse("a module whose parameters are a unit", type(module).__name__)
-        before = ModuleHook(self, number, UnitHooks._before_forward)
-        after = ModuleHook(self, number, UnitHooks._after_forward)
+        before = ModuleHook(self, number, PassHooks._before_forward)
+        after = ModuleHook(self, number, PassHooks._after_forward)
         method = getattr(module, name)
         # The module keeps this wrapper, which must not keep the module.
         is_own = getattr(method, "__self__", None) is module
@@ -441,10 +439,6 @@ class UnitHooks:
             return output
 
         setattr(module, name, wrapped)
-
-    def stored_bytes(self) -> int:
-        """The size of this rank's slices."""
-        return sum(one.stored.nbytes for unit in self.units for one in unit.slices)
 
     def abort(self, reason: str) -> None:
         """Ends the mesh with this text."""

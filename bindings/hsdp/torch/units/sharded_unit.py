@@ -7,57 +7,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
 from hsdp import _hsdp
+from hsdp.reducer import Reducer
 from hsdp.torch import private_torch
 from hsdp.torch.flat_slice import FlatSlice
-from hsdp.torch.slices.parameter_slices import chosen, flat_part, refuse, require_unmarked
+from hsdp.torch.slices.parameter_slices import (
+    ParameterSlice,
+    ShardSlice,
+    chosen,
+    flat_part,
+    refuse,
+    require_unmarked,
+)
 from hsdp.torch.units.released_parameter import ReleasedParameter, released
 from hsdp.torch.value_digests import differ
-
-if TYPE_CHECKING:
-    from hsdp.reducer import Reducer
-
-
-class StoredSlice(Protocol):
-    """This rank's slice of a parameter, which is all that it stores."""
-
-    name: str
-    parameter: torch.nn.Parameter
-    reducer: Reducer
-    offset: int
-    count: int
-
-    @property
-    def stored(self) -> torch.Tensor:
-        """Flat, in fp32 or the parameter's dtype, on the parameter's device."""
-        ...
-
-    def rounded(self) -> torch.Tensor:
-        """The slice in the parameter's dtype; no copy if it already has that dtype."""
-        ...
-
-    def arrive(self) -> None:
-        """Waits for what other replicas update of it."""
-        ...
-
-    def take(self) -> None:
-        """Takes its first values from the parameter."""
-        ...
-
-    @property
-    def is_copied_to_store(self) -> bool:
-        """Whether `stored` is a rounded copy of a master."""
-        ...
-
-    def take_over(self, values: torch.Tensor, written: torch.Tensor | None = None) -> None:
-        """Takes new values, in the parameter's dtype: where `written`, or where they differ from the
-        rounded master.
-        """
-        ...
 
 
 class FrozenSlice:
@@ -91,6 +58,10 @@ class FrozenSlice:
     def take_over(self, values: torch.Tensor, written: torch.Tensor | None = None) -> None:
         """Takes its new values."""
         self.stored.copy_(chosen(written, values, self.stored))
+
+
+#: this rank's slice of a parameter, which is all that it stores
+StoredSlice: TypeAlias = ParameterSlice | ShardSlice | FrozenSlice
 
 
 class ReleasedArray:

@@ -33,11 +33,12 @@ from hsdp.torch.slices.optimizer_arguments import (
     require_options,
     require_unit_options,
     required_reducers,
+    restoring_shard_over,
     settings,
     tensors,
 )
 from hsdp.torch.slices.optimizer_ownership import all_optimizers, disown, has_taken, own, owns, require_free, take
-from hsdp.torch.slices.optimizer_probe import OptimizerProbe, ProbedStates
+from hsdp.torch.slices.optimizer_probe import OptimizerProbe
 from hsdp.torch.slices.overlapped_gather import OverlappedGather
 from hsdp.torch.slices.parameter_slices import (
     Masters,
@@ -60,8 +61,8 @@ from hsdp.torch.slices.slice_states import (
 from hsdp.torch.units.meta_init import MetaInit, ParamInit, random_state_of_rank_0
 from hsdp.torch.units.pass_hooks import full_state_dict
 from hsdp.torch.units.unit_choice import Units
-from hsdp.torch.units.unit_plan import Place, attached_models, model_of, plan_units
-from hsdp.torch.units.unit_set_up import gathered_units, slice_units
+from hsdp.torch.units.unit_plan import Place, UnitPlan, attached_models, model_of, plan_units
+from hsdp.torch.units.unit_set_up import SlicedUnits, gathered_units, slice_units
 from hsdp.zero.parameter_gather import GatherStats
 
 _SET_UP = "make its ShardedOptimizer"
@@ -161,65 +162,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if first is None:  # by which the others could be told
             got = f"an object of type {type(listed[0]).__name__}" if listed else "none"
             refuse("a Reducer or several", got)
-        with first._together(_SET_UP):
-            self._reducers = required_reducers(listed)
-            require_options(stage, max_grad_norm, gather_bucket_bytes, master_dtype)
-            offloaded = is_offloaded(offload, first)
-            groups = parameter_groups(params)
-            found = [[self._place_of(p) for p in tensors(g) if p.requires_grad] for g in groups]
-            places = [place for of_group in found for place in of_group]
-            self._require_parameters([owner for _, _, owner in places])
-            require_free(places, stage, max_grad_norm)
-            require_unit_options(prefetch_bytes, persistence_threshold)
-            threshold = persistence_threshold if stage == 3 else math.inf
-            if shard_over is not None:
-                for one in self._reducers:
-                    one._set_shard_over(shard_over)
-            plan = plan_units(self._reducers, places, units, threshold)
-            plan.cut_buckets()
-            probe = OptimizerProbe(optimizer_class, options)
-            probed = [
-                _probed(probe, settings(group), of_group)
-                for group, of_group in zip(groups, found, strict=True)
-            ]
-        for one in self._reducers:
-            one.prepare()
+        with restoring_shard_over(listed):
+            with first._together(_SET_UP):
+                self._reducers = required_reducers(listed)
+                require_options(stage, max_grad_norm, gather_bucket_bytes, master_dtype)
+                offloaded = is_offloaded(offload, first)
+                groups = parameter_groups(params)
+                places = self._require_places(groups, stage, max_grad_norm)
+                require_unit_options(prefetch_bytes, persistence_threshold)
+                if shard_over is not None:
+                    for one in self._reducers:
+                        one._set_shard_over(shard_over)
+                threshold = persistence_threshold if stage == 3 else math.inf
+                plan = plan_units(self._reducers, itertools.chain(*places), units, threshold)
+                plan.cut_buckets()
+                makers = _slice_makers(OptimizerProbe(optimizer_class, options), groups, places, offloaded)
+            for one in self._reducers:
+                one.prepare()
         attachments = [a for one in self._reducers for a in attached_models(one)]
         models = [model_of(a) for a in attachments]
         meta = MetaInit(models, first.mesh.device, param_init_fn)
         try:
             with random_state_of_rank_0(first.mesh, meta.is_needed):
                 with first._together(_SET_UP):
-                    make = {
-                        id(place[1]): functools.partial(ParameterSlice, *place, states, offloaded)
-                        for of_group, of_states in zip(found, probed, strict=True)
-                        for place, states in zip(of_group, of_states, strict=True)
-                    }
-                    sliced = slice_units(plan, make, meta)
-                    slices = [
-                        [sliced.slices[id(p)] if id(p) in sliced.slices else make[id(p)]() for _, p, _ in of_group]
-                        for of_group in found
-                    ]
-                    self._shards = list(itertools.chain.from_iterable(slices))
-                    self._parameters = [shard.parameter for shard in self._shards]
-                    self._kept = [shard for shard in self._shards if not shard.is_released]
-                    self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
-                    self._names = {
-                        reducer: frozenset(s.name for s in self._shards if s.reducer is reducer)
-                        for reducer in self._reducers
-                    }
-                    self._note_memory()
+                    sliced = self._make_slices(plan, makers, meta)
                     self._masters: list[SliceMasters] = [*sliced.masters, *self._make_masters()]
                     self._make_inner = functools.partial(optimizer_class, **options)
-                    self._inner = self._make_inner(
-                        [
-                            {**settings(group), "params": [one.master for one in of_group if one.is_here]}
-                            for group, of_group in zip(groups, slices, strict=True)
-                        ]
-                    )
-                    self._built = False
-                    super().__init__(groups, self._inner.defaults)
-                    self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+                    self._make_inner_optimizer(groups)
                 meta.require_same_values(first.mesh)
         except BaseException:
             meta.undo()
@@ -241,16 +210,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # At the end of the process, too: the other ranks need this one for their gathers.
         self._ends = [weakref.finalize(self, self._units.close),
                       weakref.finalize(self, self._gather.close_quietly)]
-        for one in self._reducers:
-            one.set_partial_sync("none" if stage == 1 else "shard")
-            own(one, self)
-        self._word = SettingsWord(
-            self._reducers,
-            {"optimizer": optimizer_class.__name__, "stage": stage, "max_grad_norm": max_grad_norm},
-            self.param_groups,
-            self.defaults,
-        )
-        self._ends.append(weakref.finalize(self, self._word.close))
+        self._follow_steps(optimizer_class.__name__)
         self._count_memory()
         self._built = True
         self._last_mode = "eval" if callable(getattr(self._inner, "train", None)) else "train"
@@ -258,6 +218,59 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm: Any = None
         self._skipped: Any = False
         self._found_none = False  # no gradient of any parameter, on any rank
+
+    # Where the parameters of each group are attached.
+    def _require_places(
+        self, groups: list[dict[str, Any]], stage: int, max_grad_norm: float | None
+    ) -> list[list[Place]]:
+        found = [[self._place_of(p) for p in tensors(g) if p.requires_grad] for g in groups]
+        places = [place for of_group in found for place in of_group]
+        for reducer in self._reducers:
+            if not any(owner is reducer for _, _, owner in places):
+                refuse("parameters of every Reducer that require gradients", "a Reducer without; leave it out")
+        require_free(places, stage, max_grad_norm)
+        return found
+
+    # This rank's slices: those of parameters that are released lie in units, others are kept.
+    def _make_slices(
+        self, plan: UnitPlan, makers: dict[int, Callable[..., ParameterSlice]], meta: MetaInit
+    ) -> SlicedUnits:
+        sliced = slice_units(plan, makers, meta)
+        self._shards = [sliced.slices[p] if p in sliced.slices else make() for p, make in makers.items()]
+        self._parameters = [shard.parameter for shard in self._shards]
+        self._kept = [shard for shard in self._shards if not shard.is_released]
+        self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
+        self._names = {
+            reducer: frozenset(s.name for s in self._shards if s.reducer is reducer)
+            for reducer in self._reducers
+        }
+        self._note_memory()
+        return sliced
+
+    # On the masters of each group; this one has the parameters.
+    def _make_inner_optimizer(self, groups: list[dict[str, Any]]) -> None:
+        slice_of = {id(shard.parameter): shard for shard in self._shards}
+        inner = []
+        for group in groups:
+            here = [slice_of[id(p)] for p in tensors(group) if id(p) in slice_of]
+            inner.append({**settings(group), "params": [one.master for one in here if one.is_here]})
+        self._inner = self._make_inner(inner)
+        self._built = False
+        super().__init__(groups, self._inner.defaults)
+        self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+
+    # From here on the Reducers' steps are this optimizer's, whose settings the ranks compare in each.
+    def _follow_steps(self, inner: str) -> None:
+        for one in self._reducers:
+            one.set_partial_sync("none" if self._stage == 1 else "shard")
+            own(one, self)
+        self._word = SettingsWord(
+            self._reducers,
+            {"optimizer": inner, "stage": self._stage, "max_grad_norm": self._max_grad_norm},
+            self.param_groups,
+            self.defaults,
+        )
+        self._ends.append(weakref.finalize(self, self._word.close))
 
     @property
     def _who(self) -> str:
@@ -273,11 +286,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "parameters whose gradients the Reducer takes (reducer.attach(model))",
             f"one of shape {tuple(parameter.shape)} that it does not know",
         )
-
-    def _require_parameters(self, owners: list[Reducer]) -> None:
-        for reducer in self._reducers:
-            if not any(owner is reducer for owner in owners):
-                refuse("parameters of every Reducer that require gradients", "a Reducer without; leave it out")
 
     def close(self) -> None:
         """Frees the parameters for another optimizer. Waits for the parameters, which stay as they are,
@@ -802,13 +810,16 @@ def _with_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
     put_slices(state_dict, optimizer.param_groups, optimizer._shards)
 
 
-# Of each parameter.
-def _probed(
-    probe: OptimizerProbe, settings: dict[str, Any], places: Iterable[Place]
-) -> list[ProbedStates]:
-    on_slices = functools.cache(functools.partial(probe.on_slices, settings))
-    on_whole = functools.cache(functools.partial(probe.on_whole, settings))
-    return [
-        on_whole(max(1, p.dim()), p.is_complex()) if reducer.layout == "whole" else on_slices(p.is_complex())
-        for _, p, reducer in places
-    ]
+# Of each parameter, by its id: makes this rank's slice, with the states that its optimizer was found to have.
+def _slice_makers(
+    probe: OptimizerProbe, groups: list[dict[str, Any]], places: list[list[Place]], offloaded: bool
+) -> dict[int, Callable[..., ParameterSlice]]:
+    makers: dict[int, Callable[..., ParameterSlice]] = {}
+    for group, of_group in zip(groups, places, strict=True):
+        on_slices = functools.cache(functools.partial(probe.on_slices, settings(group)))
+        on_whole = functools.cache(functools.partial(probe.on_whole, settings(group)))
+        for name, p, reducer in of_group:
+            is_whole = reducer.layout == "whole"
+            states = on_whole(max(1, p.dim()), p.is_complex()) if is_whole else on_slices(p.is_complex())
+            makers[id(p)] = functools.partial(ParameterSlice, name, p, reducer, states, offloaded)
+    return makers

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from numbers import Real
 from typing import Any
 
 import torch
 
+from hsdp.errors import Error
 from hsdp.reducer import Reducer
 from hsdp.torch.slices.parameter_slices import refuse
 
@@ -53,6 +56,19 @@ def required_reducers(listed: list[Any]) -> list[Reducer]:
         if any(reducer is before for before in listed[:i]):
             refuse("each Reducer once", f"one again as number {i}")
     return listed
+
+
+@contextlib.contextmanager
+def restoring_shard_over(listed: list[Any]) -> Iterator[None]:
+    """Gives Reducers their `shard_over` again if the block raises before their buckets are laid out."""
+    before = [(one, one.shard_over) for one in listed if isinstance(one, Reducer)]
+    try:
+        yield
+    except BaseException:
+        for one, over in before:
+            with contextlib.suppress(Error):
+                one._set_shard_over(over)
+        raise
 
 
 def parameter_groups(params: Any) -> list[dict[str, Any]]:

@@ -18,13 +18,7 @@ from hsdp.array import Array
 from hsdp.communicator import Communicator
 from hsdp.comparison import Comparison, ErrorHistogram, ParameterDifference, compare_snapshots
 from hsdp.errors import (
-    Error,
-    MismatchError,
-    PeerLostError,
-    SnapshotError,
-    StepAbortedError,
-    TimeoutError,
-    UsageError,
+    Error, MismatchError, PeerLostError, SnapshotError, StepAbortedError, TimeoutError, UsageError,
 )
 from hsdp.mesh import Mesh, init_mesh, job_size
 from hsdp.parameter import Balance, Parameter, Slice

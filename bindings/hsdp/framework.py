@@ -1,18 +1,13 @@
-"""What the package asks of a framework's layer: of hsdp.torch, which is imported when it is first needed.
+"""What the package asks of hsdp.torch, which is imported when it is first needed.
 
-Nothing else outside of that folder names its modules. What the layer follows of a Reducer is an
-`Attachment`.
+Nothing else outside of that folder names its modules. What it follows of a Reducer is an `Attachment`.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
-
-from hsdp.attachment import Attachment
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
@@ -21,62 +16,39 @@ if TYPE_CHECKING:
 else:
     DeviceMesh = DTensor = Module = Any
 
-
-def _part(name: str) -> Any:
-    return importlib.import_module(f"hsdp.torch.{name}")
-
-
-def attachment(*arguments: Any) -> Attachment:
-    """Attaches a model, with the arguments of ModelAttachment."""
-    attached: Attachment = _part("attach.model_attachment").ModelAttachment(*arguments)
-    return attached
-
-
-def broadcast_parameters(mesh: Any, model: Module, root: int) -> None:
-    """Copies the parameters of rank `root`."""
-    _part("attach.broadcast").broadcast_parameters(mesh, model, root)
-
-
-def shard_dtensor(reducer: Any, name: str, device_mesh: DeviceMesh | None) -> DTensor:
-    """This rank's slice of a result."""
-    found: DTensor = _part("fsdp.dtensor").shard_dtensor(reducer, name, device_mesh)
-    return found
+#: where each lies; FSDP2, DTensor and torch's checkpoints take long to import
+_MODULES = {
+    "FlatSlice": "flat_slice",
+    "ModelAttachment": "attach.model_attachment",  # for Reducer.attach
+    "ReplicaHookHandle": "fsdp.replica_hook_handle",
+    "ShardedOptimizer": "sharded_optimizer",
+    "broadcast_parameters": "attach.broadcast",
+    "shard_dtensor": "fsdp.dtensor",
+    "snapshot_entries": "fsdp.dtensor",  # of tensors and DTensors
+    "mesh_from_torch": "launch.device_mesh",
+    "launched": "launch.distributed_launch",
+    "job_size": "launch.distributed_launch",
+    "meet_at_store": "launch.store_rendezvous",
+    "reducers_of": "attach.kept_reducers",
+    "replica_hook": "fsdp.replica_hook_handle",
+}
 
 
-def has_tensors(values: Iterable[Any]) -> bool:
+def of_torch(name: str) -> Any:
+    """The class or function of hsdp.torch."""
+    return getattr(importlib.import_module(f"hsdp.torch.{_MODULES[name]}"), name)
+
+
+def is_distributed() -> bool:
+    """Whether init_process_group of torch.distributed was called."""
+    dist = sys.modules.get("torch.distributed")
+    return dist is not None and dist.is_available() and dist.is_initialized()
+
+
+def has_tensors(values: list[Any]) -> bool:
     """Whether there is a torch tensor among them."""
     torch = sys.modules.get("torch")  # without torch there are no tensors
     return torch is not None and any(isinstance(x, torch.Tensor) for x in values)
-
-
-def snapshot_entries(named_gradients: Mapping[str, Any], mesh: Any) -> Any:
-    """What a snapshot has of tensors, and its layout."""
-    return _part("fsdp.dtensor").snapshot_entries(named_gradients, mesh)
-
-
-def zero_word(device: str) -> Any:
-    """A 0-dimensional f32 tensor."""
-    torch = importlib.import_module("torch")
-    return torch.zeros((), dtype=torch.float32, device=device)
-
-
-def mesh_of(device_mesh: Any) -> Any:
-    """The Mesh of a DeviceMesh."""
-    return _part("launch.device_mesh").mesh_from_torch(device_mesh)
-
-
-def launch() -> Any:
-    """Of torch.distributed, once init_process_group was called; otherwise None."""
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    return _part("launch.distributed_launch")
-
-
-def meet_at_store(lost: tuple[Any, ...], timeout_s: float) -> None:
-    """Lets the ranks meet at torch's store, if torch is installed."""
-    if importlib.util.find_spec("torch") is not None:
-        _part("launch.store_rendezvous").meet_at_store(*lost, timeout_s)
 
 
 def current_device() -> str:

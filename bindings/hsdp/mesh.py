@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hsdp import _hsdp, framework
+from hsdp import _hsdp
 from hsdp.closing import Closing
 from hsdp.communicator import Communicator
 from hsdp.current_stream import CurrentStream
 from hsdp.errors import Error, UsageError
+from hsdp.framework import current_device, is_distributed, of_torch
 from hsdp.keyword_hints import MESH, hinting
 from hsdp.options import Engine
 
@@ -188,12 +190,12 @@ def init_mesh(
     table = [] if ranks is None else [[_whole("ranks", rank) for rank in row] for row in ranks]
     where = "cpu" if device is None else str(device)
     if where == "cuda":
-        where = framework.current_device()
-    launch = framework.launch()
-    with contextlib.nullcontext() if launch is None else launch.launched(float(timeout_s)):
+        where = current_device()
+    launched = of_torch("launched") if is_distributed() else contextlib.nullcontext
+    with launched(float(timeout_s)):
         lost = _hsdp.needs_store()
-        if lost is not None:
-            framework.meet_at_store(lost, float(timeout_s))
+        if lost is not None and importlib.util.find_spec("torch") is not None:
+            of_torch("meet_at_store")(*lost, float(timeout_s))
         return Mesh(_hsdp.init_mesh(rows, columns, str(engine), where, table, float(timeout_s)))
 
 
@@ -204,8 +206,7 @@ def job_size() -> int:
     Raises UsageError if a launcher's variables contradict torch.distributed, or, without that, if they
     are incomplete or contradict each other.
     """
-    launch = framework.launch()
-    return _hsdp.job_size() if launch is None else int(launch.job_size())
+    return int(of_torch("job_size")()) if is_distributed() else _hsdp.job_size()
 
 
 def _whole(option: str, number: Any) -> int:
@@ -225,7 +226,7 @@ def as_mesh(mesh: Any, call: str, remedy: str) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if hasattr(mesh, "mesh_dim_names"):
-        adapted: Mesh = framework.mesh_of(mesh)
+        adapted: Mesh = of_torch("mesh_from_torch")(mesh)
         return adapted
     raise UsageError(
         f"{call}: expected an hsdp.Mesh (hsdp.init_mesh) or a torch DeviceMesh, got an object of type "

@@ -11,26 +11,19 @@ from typing import Any
 
 from hsdp import _hsdp
 from hsdp.array import as_shape
+from hsdp.attachment import Attachment
 from hsdp.caller_warning import warn_caller
 from hsdp.closing import Closing
 from hsdp.dtypes import DtypeLike, registered, wire_text
 from hsdp.errors import Error, UsageError, reason_of
-from hsdp.framework import Module, attachment
+from hsdp.framework import Module, of_torch
 from hsdp.keyword_hints import REDUCER, hinting
 from hsdp.mesh import as_mesh
 from hsdp.named_errors import naming, naming_itself, who_of
 from hsdp.open_reducers import open_reducers
 from hsdp.options import (
-    AccumulateDtype,
-    AccumulateOn,
-    Backwards,
-    DivideBy,
-    Layout,
-    Missing,
-    PartialSync,
-    Reduction,
-    ShardOver,
-    Sync,
+    AccumulateDtype, AccumulateOn, Backwards, DivideBy, Layout, Missing, PartialSync, Reduction,
+    ShardOver, Sync,
 )
 from hsdp.parameter import Parameter
 from hsdp.reducer_results import ReducerResults, clip
@@ -253,7 +246,7 @@ class Reducer(ReducerResults, Closing):
         UsageError for sparse gradients, for gradients outside of a microbatch, and, when a step begins,
         for parameters that were added or unfrozen since: make another Reducer then.
         """
-        attached = attachment(
+        attached: Attachment = of_torch("ModelAttachment")(
             self, model, groups, bool(keep_grads), check_parameters, broadcast_buffers
         )
         self._attachments.append(attached)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from hsdp import _hsdp, framework, gradient_norm
+from hsdp import _hsdp, gradient_norm
 from hsdp.array import Array, TensorOrArray
 from hsdp.attachment import Attachment
 from hsdp.errors import UsageError
-from hsdp.framework import DeviceMesh, DTensor
+from hsdp.framework import DeviceMesh, DTensor, of_torch
 from hsdp.named_errors import naming_itself
 from hsdp.parameter import Balance, Slice, warn_of_no_gradients
 from hsdp.reducer_internals import ReducerInternals
@@ -53,7 +54,8 @@ class ReducerResults(ReducerInternals):
 
         Raises UsageError for layout "flat", for a scalar, and if torch.distributed has other ranks.
         """
-        return framework.shard_dtensor(self, name, device_mesh)
+        found: DTensor = of_torch("shard_dtensor")(self, name, device_mesh)
+        return found
 
     def partial_shard(self, name: str) -> TensorOrArray:
         """A copy of this rank's slice of the pending gradients: the mean over the shard group so far, dtype and kind of
@@ -166,7 +168,8 @@ class ReducerResults(ReducerInternals):
         tensor. Call it between microbatches.
         """
         if out is None:
-            out = framework.zero_word(self._mesh.device)
+            torch = importlib.import_module("torch")
+            out = torch.zeros((), dtype=torch.float32, device=self._mesh.device)
         self._handle.found_inf_word(out)
         return out
 

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hsdp import _hsdp, framework
+from hsdp import _hsdp
 from hsdp.dtypes import DtypeLike, optional_dtype_text
 from hsdp.errors import Error, MismatchError, SnapshotError, UsageError
+from hsdp.framework import has_tensors, of_torch
 from hsdp.mesh import Mesh, as_mesh
 from hsdp.options import ReadDtype
 
@@ -236,9 +237,9 @@ def _entries(named_gradients: Mapping[str, Any], mesh: Mesh | None) -> tuple[lis
                 f"snapshot: array of '{name}': expected a gradient, got None; leave out parameters "
                 "without one"
             )
-    if not framework.has_tensors(named_gradients.values()):
+    if not has_tensors(list(named_gradients.values())):
         return [(name, None, None, 0, x) for name, x in named_gradients.items()], "full"
-    found: tuple[list[Entry], str] = framework.snapshot_entries(named_gradients, mesh)
+    found: tuple[list[Entry], str] = of_torch("snapshot_entries")(named_gradients, mesh)
     return found
 
 

@@ -21,7 +21,7 @@ from torch import nn
 import hsdp
 from hsdp.torch.flat_slice import FlatSlice
 from hsdp.torch.units.released_parameter import ReleasedParameter
-from hsdp.torch.units.unit_choice import module_units
+from hsdp.torch.units.unit_plan import module_units
 from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
 
 

@@ -5,7 +5,6 @@ It is imported when it is first used: `import hsdp` does not import torch.
 
 from __future__ import annotations
 
-import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -17,6 +16,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from hsdp.framework import of_torch as _of_torch
 from hsdp.torch.private_torch import check_release as _check_release
 
 _check_release(_torch.__version__)
@@ -40,12 +40,7 @@ __all__ = [
 ]
 
 
-# FSDP2, DTensor and torch's checkpoints take long to import, and not every program needs them.
 def __getattr__(name: str) -> _Any:
-    if name == "FlatSlice":
-        return _importlib.import_module("hsdp.torch.flat_slice").FlatSlice
-    if name == "reducers_of":
-        return _importlib.import_module("hsdp.torch.attach.kept_reducers").reducers_of
-    if name in ("ReplicaHookHandle", "replica_hook"):
-        return getattr(_importlib.import_module("hsdp.torch.fsdp.replica_hook_handle"), name)
+    if name in __all__:
+        return _of_torch(name)
     raise AttributeError(f"module 'hsdp.torch' has no attribute '{name}'")

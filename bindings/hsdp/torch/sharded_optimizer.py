@@ -27,41 +27,23 @@ from hsdp.torch.guards.loss_scaling import require_scaled, unscale_result
 from hsdp.torch.guards.unreduced_gradient_guard import require_result
 from hsdp.torch.guards.watched_gradients import attached_names
 from hsdp.torch.slices.optimizer_arguments import (
-    give_settings,
-    is_offloaded,
-    parameter_groups,
-    require_options,
-    require_unit_options,
-    required_reducers,
-    restoring_shard_over,
-    settings,
-    tensors,
+    give_settings, is_offloaded, parameter_groups, require_options, require_unit_options,
+    required_reducers, restoring_shard_over, settings, tensors,
 )
 from hsdp.torch.slices.optimizer_ownership import all_optimizers, disown, has_taken, own, owns, require_free, take
 from hsdp.torch.slices.optimizer_probe import OptimizerProbe
 from hsdp.torch.slices.overlapped_gather import OverlappedGather
 from hsdp.torch.slices.parameter_slices import (
-    Masters,
-    ParameterSlice,
-    SliceMasters,
-    gather_whole,
-    memory_of,
-    refuse,
+    Masters, ParameterSlice, SliceMasters, gather_whole, memory_of, refuse,
 )
 from hsdp.torch.slices.settings_word import SettingsWord
 from hsdp.torch.slices.sharded_state_dict import loadable, make_whole, put_slices
 from hsdp.torch.slices.slice_states import (
-    MASTER,
-    SharedStates,
-    example_states,
-    held_bytes,
-    load_target,
-    states_elsewhere,
+    MASTER, SharedStates, example_states, held_bytes, load_target, states_elsewhere,
 )
 from hsdp.torch.units.meta_init import MetaInit, ParamInit, random_state_of_rank_0
 from hsdp.torch.units.pass_hooks import full_state_dict
-from hsdp.torch.units.unit_choice import Units
-from hsdp.torch.units.unit_plan import Place, UnitPlan, attached_models, model_of, plan_units
+from hsdp.torch.units.unit_plan import Place, UnitPlan, Units, attached_models, model_of, plan_units
 from hsdp.torch.units.unit_set_up import SlicedUnits, gathered_units, slice_units
 from hsdp.zero.parameter_gather import GatherStats
 
@@ -459,31 +441,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         steps = self._take_gradients()
+        self._require_new(steps)
+        self._require_usable()
+        self._found_none = False
+        with self._ending_the_mesh("step"), torch.no_grad():
+            if self._must_skip():
+                self._skip()
+            else:
+                self._update()
+            for reducer, step in zip(self._reducers, steps, strict=True):
+                take(reducer, step, self._names[reducer])
+        if self._found_none:
+            warn_of_no_gradients("zero: ShardedOptimizer.step")
+        return loss
+
+    def _require_new(self, steps: list[int]) -> None:
         for reducer, step in zip(self._reducers, steps, strict=True):
             if has_taken(reducer, step, self._names[reducer]):
                 refuse(
                     "gradients of a new step",
                     "those of the step before; end the step with last=True between two calls of step()",
                 )
-        self._require_usable()
-        self._found_none = False
-        with self._ending_the_mesh("step"), torch.no_grad():
-            if self._skips_by_itself():
-                self._skipped = self._inner.found_inf = self._found_inf_tensor()
-                self._update()
-            else:
-                self._skipped = self._found_inf()
-                if not self._skipped:
-                    self._update()
-                else:
-                    self._units.skip_update()
-                    if self._max_grad_norm is not None:
-                        self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
-            for reducer, step in zip(self._reducers, steps, strict=True):
-                take(reducer, step, self._names[reducer])
-        if self._found_none:
-            warn_of_no_gradients("zero: ShardedOptimizer.step")
-        return loss
 
     # Before other ranks wait for this one.
     def _require_usable(self) -> None:
@@ -507,11 +485,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _skips_by_itself(self) -> bool:
         return self._is_fused() and self._shards[0].master.is_cuda
 
-    def _found_inf(self) -> bool:
-        return any([reducer.found_inf() for reducer in self._reducers])  # each is collective
+    def _must_skip(self) -> bool:
+        if self._skips_by_itself():
+            self._skipped = self._inner.found_inf = self._found_inf_tensor()
+            return False
+        self._skipped = self._found_inf()
+        return bool(self._skipped)
 
     def _found_inf_tensor(self) -> torch.Tensor:
         return torch.stack([one.found_inf_tensor() for one in self._reducers]).amax()
+
+    def _skip(self) -> None:
+        self._units.skip_update()
+        if self._max_grad_norm is not None:
+            self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
+
+    def _found_inf(self) -> bool:
+        return any([reducer.found_inf() for reducer in self._reducers])  # each is collective
 
     def _update(self) -> None:
         self._forget_targets()

@@ -24,20 +24,12 @@ from hsdp.torch.attach.gathered_gradients import GatheredGradients
 from hsdp.torch.attach.gradient_hook import GradientHook, keeping_hook, make_hook
 from hsdp.torch.attach.kept_reducers import ModelReference, keep_reducer
 from hsdp.torch.attach.trainable_parameters import (
-    described_parameters,
-    frozen_since,
-    groups_by_name,
-    require_memory,
-    trainable_parameters,
+    described_parameters, frozen_since, groups_by_name, require_memory, trainable_parameters,
 )
 from hsdp.torch.complex_values import real_view
 from hsdp.torch.guards.installation import watch
 from hsdp.torch.guards.watched_gradients import (
-    ResultState,
-    WatchedGradients,
-    is_watched,
-    require_unwatched,
-    watched,
+    ResultState, WatchedGradients, is_watched, require_unwatched, watched,
 )
 
 
@@ -136,7 +128,7 @@ class ModelAttachment(WatchedGradients):
         left = self._with_gradient()
         if left and not self._placed:
             self._refuse_gradient(left[0])
-        if self._keep and step == self._step:
+        if self.keeps_gradients and step == self._step:
             for name in left:
                 grad = self.gradient_of(name)
                 assert grad is not None
@@ -149,7 +141,7 @@ class ModelAttachment(WatchedGradients):
     def window_began(self, holds: bool, backwards: int | None) -> None:
         """Like `microbatch_began`; with `holds`, the window's gradients add up in p.grad."""
         self.microbatch_began()
-        self._in_window = True
+        self.in_window = True
         if holds:
             self._held.begin(backwards)
 
@@ -194,7 +186,7 @@ class ModelAttachment(WatchedGradients):
         self._leave_window()
         if not completed:
             self._clear()
-        elif self._keep:
+        elif self.keeps_gradients:
             self._handle.wait_packed()  # adds to sums that are being packed
             for name, parameter in self._parameters.items():
                 grad = self._sums.get(name)
@@ -209,13 +201,13 @@ class ModelAttachment(WatchedGradients):
 
     def step_dropped(self) -> None:
         """Discards pending gradients and local sums."""
-        if self._keep or self._in_window:
+        if self.keeps_gradients or self.in_window:
             self._clear()
         self._leave_window()
 
     def _leave_window(self) -> None:
         self._held.end()
-        self._in_window = False
+        self.in_window = False
 
     def explain(self, error: UsageError) -> UsageError:
         """Explains a missing gradient by a frozen parameter."""
@@ -363,7 +355,7 @@ class ModelAttachment(WatchedGradients):
 
     def _install_hook(self, name: str, parameter: torch.nn.Parameter) -> None:
         hook = make_hook(self._handle, self._indices[name], name, parameter, self._held, self.who)
-        if self._keep:
+        if self.keeps_gradients:
             hook = keeping_hook(hook, name, self._fresh)
         self._hooks[name] = hook
         number = parameter.register_post_accumulate_grad_hook(hook).id

@@ -14,10 +14,7 @@ from hsdp.keyword_hints import REPLICA_HOOK, hinting
 from hsdp.mesh import Mesh, as_mesh
 from hsdp.torch import private_torch
 from hsdp.torch.fsdp.fsdp_parameter_group import (
-    WIRES,
-    fsdp_parameter_groups,
-    places_within,
-    require_usable,
+    WIRES, fsdp_parameter_groups, places_within, require_usable,
 )
 from hsdp.torch.guards.installation import watch_hook
 

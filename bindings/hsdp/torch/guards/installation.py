@@ -10,11 +10,7 @@ from hsdp.torch.guards.ddp_guard import guard_ddp
 from hsdp.torch.guards.loss_scaling import guard_scale
 from hsdp.torch.guards.unreduced_gradient_guard import before_step, guard_clipping
 from hsdp.torch.guards.watched_gradients import (
-    WatchedGradients,
-    WatchedHook,
-    is_watched,
-    replica_hooks,
-    watched,
+    WatchedGradients, WatchedHook, is_watched, replica_hooks, watched,
 )
 from hsdp.torch.guards.zero_grad_guard import guard_zero_grad
 

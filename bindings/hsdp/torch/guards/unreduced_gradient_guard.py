@@ -25,11 +25,7 @@ from hsdp.named_errors import naming
 from hsdp.torch import private_torch
 from hsdp.torch.guards import zero_grad_guard
 from hsdp.torch.guards.watched_gradients import (
-    WatchedGradients,
-    attached_names,
-    refuse_zeroed,
-    replica_hooks,
-    watched,
+    WatchedGradients, attached_names, refuse_zeroed, replica_hooks, watched,
 )
 
 

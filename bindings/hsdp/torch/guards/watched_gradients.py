@@ -92,14 +92,16 @@ class WatchedGradients:
     def __init__(self, reducer: Reducer, keep_grads: bool) -> None:
         self._own_reducer = weakref.ref(reducer)
         self._handle = reducer._handle
-        self._keep = keep_grads
+        #: whether p.grad, with local sums, is left to the user
+        self.keeps_gradients = keep_grads
         self._parameters: dict[str, torch.nn.Parameter]
         self._names: dict[int, str]  # by id of the parameter
         self._indices: dict[str, int] = {}
         self._placed = False  #: whether we put what is in p.grad there
         self._unused: set[str] = set()  #: names whose p.grad the last step left empty
         self._gathered = False  #: whether it is the mean gradient
-        self._in_window = False
+        #: whether a window is open at whose end gradients are reduced
+        self.in_window = False
         self._held = _hsdp.HeldGradients()
         #: from the last step
         self.result = ResultState(1.0)
@@ -114,11 +116,6 @@ class WatchedGradients:
     def who(self) -> str:
         """The Reducer's name, for errors."""
         return self._reducer._who
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether p.grad, with local sums, is left to the user."""
-        return self._keep
 
     def name_of(self, parameter: torch.Tensor) -> str | None:
         """The name of an attached parameter; None for any other."""
@@ -145,7 +142,7 @@ class WatchedGradients:
     @property
     def holds_local_sums(self) -> bool:
         """Whether p.grad holds this rank's own, undivided sums."""
-        return self._keep and not self._gathered
+        return self.keeps_gradients and not self._gathered
 
     def has_result(self) -> bool:
         """Whether the last step is over and was not dropped."""
@@ -182,11 +179,6 @@ class WatchedGradients:
     def holds_gradients(self) -> bool:
         """Whether a window is open that adds gradients up in p.grad."""
         return self._held.active
-
-    @property
-    def in_window(self) -> bool:
-        """Whether a window is open at whose end gradients are reduced."""
-        return self._in_window
 
 
 class WatchedHook(Protocol):

@@ -14,10 +14,7 @@ import torch
 
 from hsdp.reducer import Reducer
 from hsdp.torch.slices.parameter_in_flight import (
-    GatheredUnit,
-    in_flight,
-    may_put_in_flight,
-    tell_of_compiler,
+    GatheredUnit, in_flight, may_put_in_flight, tell_of_compiler,
 )
 from hsdp.torch.slices.parameter_slices import ParameterSlice
 from hsdp.zero.parameter_gather import GatherStats, ParameterGather

@@ -15,11 +15,7 @@ from hsdp.torch.flat_slice import FlatSlice
 from hsdp.torch.slices.optimizer_arguments import numbers
 from hsdp.torch.slices.parameter_slices import ParameterSlice, gather_whole, refuse
 from hsdp.torch.slices.slice_states import (
-    is_missing,
-    is_unused,
-    loaded_states,
-    require_alike,
-    saved_states,
+    is_missing, is_unused, loaded_states, require_alike, saved_states,
 )
 
 Groups = list[dict[str, Any]]

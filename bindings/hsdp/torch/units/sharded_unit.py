@@ -16,12 +16,7 @@ from hsdp.reducer import Reducer
 from hsdp.torch import private_torch
 from hsdp.torch.flat_slice import FlatSlice
 from hsdp.torch.slices.parameter_slices import (
-    ParameterSlice,
-    ShardSlice,
-    chosen,
-    flat_part,
-    refuse,
-    require_unmarked,
+    ParameterSlice, ShardSlice, chosen, flat_part, refuse, require_unmarked,
 )
 from hsdp.torch.units.released_parameter import ReleasedParameter, released
 from hsdp.torch.value_digests import differ

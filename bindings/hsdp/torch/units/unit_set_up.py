@@ -16,8 +16,7 @@ from hsdp.torch.units.meta_init import MetaInit
 from hsdp.torch.units.pass_hooks import PassHooks
 from hsdp.torch.units.replica_parts import ReplicaParts
 from hsdp.torch.units.sharded_unit import FrozenSlice, ShardedUnit, StoredSlice
-from hsdp.torch.units.unit_choice import ModuleUnit
-from hsdp.torch.units.unit_plan import PlannedUnit, UnitPlan
+from hsdp.torch.units.unit_plan import ModuleUnit, PlannedUnit, UnitPlan
 
 
 class SlicedUnits(NamedTuple):

@@ -1,4 +1,7 @@
-"""What the package's other parts use of a Reducer: how attachments follow its steps, and their windows."""
+"""What the package's other parts use of a Reducer: how attachments follow its steps, and windows.
+
+A step is dropped in `_abandon`, by this rank; `_hearing_of_drops` and `_end` hear of another's.
+"""
 
 from __future__ import annotations
 

@@ -31,11 +31,7 @@ if _TYPE_CHECKING:
     from hsdp.torch.fsdp.replica_hook_handle import replica_hook as replica_hook
 
 __all__ = [
-    "FlatSlice",
-    "GradScaler",
-    "ReplicaHookHandle",
-    "mesh_from_torch",
-    "reducers_of",
+    "FlatSlice", "GradScaler", "ReplicaHookHandle", "mesh_from_torch", "reducers_of",
     "replica_hook",
 ]
 

@@ -15,10 +15,7 @@ if _TYPE_CHECKING:
     from hsdp.torch.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 
 __all__ = [
-    "CoalescedWindow",
-    "GatherStats",
-    "ParameterGather",
-    "ShardedOptimizer",
+    "CoalescedWindow", "GatherStats", "ParameterGather", "ShardedOptimizer",
     "coalesce_grad_reduction",
 ]
 

@@ -34,13 +34,11 @@ from hsdp.torch.slices.optimizer_ownership import all_optimizers, disown, has_ta
 from hsdp.torch.slices.optimizer_probe import OptimizerProbe
 from hsdp.torch.slices.overlapped_gather import OverlappedGather
 from hsdp.torch.slices.parameter_slices import (
-    Masters, ParameterSlice, SliceMasters, gather_whole, memory_of, refuse,
+    KeptSlices, ParameterSlice, SliceMasters, gather_whole, refuse,
 )
 from hsdp.torch.slices.settings_word import SettingsWord
 from hsdp.torch.slices.sharded_state_dict import loadable, make_whole, put_slices
-from hsdp.torch.slices.slice_states import (
-    MASTER, SharedStates, example_states, held_bytes, load_target, states_elsewhere,
-)
+from hsdp.torch.slices.slice_states import MASTER, FreshStates, SharedStates, held_bytes
 from hsdp.torch.units.meta_init import MetaInit, ParamInit, random_state_of_rank_0
 from hsdp.torch.units.pass_hooks import full_state_dict
 from hsdp.torch.units.unit_plan import Place, UnitPlan, Units, attached_models, model_of, plan_units
@@ -168,7 +166,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with random_state_of_rank_0(first.mesh, meta.is_needed):
                 with first._together(_SET_UP):
                     sliced = self._make_slices(plan, makers, meta)
-                    self._masters: list[SliceMasters] = [*sliced.masters, *self._make_masters()]
+                    self._kept = KeptSlices([one for one in self._shards if not one.is_released])
+                    self._masters: list[SliceMasters] = [*sliced.masters, *self._kept.masters]
                     self._make_inner = functools.partial(optimizer_class, **options)
                     self._make_inner_optimizer(groups)
                 meta.require_same_values(first.mesh)
@@ -180,18 +179,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stage = stage
         self._max_grad_norm = max_grad_norm
         self._states = SharedStates(self._shards)
-        self._examples: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._fresh = FreshStates(self._make_inner, self._group_of)
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
         self.register_state_dict_post_hook(_with_slices, prepend=True)
         overlaps = overlap_param_gather and any(one._slice_group.size > 1 for one in self._reducers)
-        self._gather = OverlappedGather(self._kept, gather_bucket_bytes, models if overlaps else [])
+        self._gather = OverlappedGather(self._kept.slices, gather_bucket_bytes, models if overlaps else [])
         self._units = gathered_units(
             sliced.units, prefetch_bytes, reshard_after_forward, reshard_after_backward,
             gather_bucket_bytes,
         )
         # At the end of the process, too: the other ranks need this one for their gathers.
-        self._ends = [weakref.finalize(self, self._units.close),
-                      weakref.finalize(self, self._gather.close_quietly)]
+        self._ends = [weakref.finalize(self, end) for end in (self._units.close, self._gather.close_quietly)]
         self._follow_steps(optimizer_class.__name__)
         self._count_memory()
         self._built = True
@@ -220,13 +218,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sliced = slice_units(plan, makers, meta)
         self._shards = [sliced.slices[p] if p in sliced.slices else make() for p, make in makers.items()]
         self._parameters = [shard.parameter for shard in self._shards]
-        self._kept = [shard for shard in self._shards if not shard.is_released]
         self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
         self._names = {
             reducer: frozenset(s.name for s in self._shards if s.reducer is reducer)
             for reducer in self._reducers
         }
-        self._note_memory()
         return sliced
 
     # On the masters of each group; this one has the parameters.
@@ -239,19 +235,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner = self._make_inner(inner)
         self._built = False
         super().__init__(groups, self._inner.defaults)
-        self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        self._group_of: dict[int, dict[str, Any]] = {
+            id(p): group for group in self.param_groups for p in group["params"]
+        }
 
     # From here on the Reducers' steps are this optimizer's, whose settings the ranks compare in each.
     def _follow_steps(self, inner: str) -> None:
         for one in self._reducers:
             one.set_partial_sync("none" if self._stage == 1 else "shard")
             own(one, self)
-        self._word = SettingsWord(
-            self._reducers,
-            {"optimizer": inner, "stage": self._stage, "max_grad_norm": self._max_grad_norm},
-            self.param_groups,
-            self.defaults,
-        )
+        same = {"optimizer": inner, "stage": self._stage, "max_grad_norm": self._max_grad_norm}
+        self._word = SettingsWord(self._reducers, same, self.param_groups, self.defaults)
         self._ends.append(weakref.finalize(self, self._word.close))
 
     @property
@@ -287,10 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._gather.close()
 
     def _is_open(self) -> bool:
-        return all(map(self._owns, self._reducers))
-
-    def _owns(self, reducer: Reducer) -> bool:
-        return owns(reducer, self)
+        return all(owns(reducer, self) for reducer in self._reducers)
 
     def __repr__(self) -> str:
         rates = [f"{group['lr']:g}" for group in self.param_groups if "lr" in group]
@@ -310,16 +301,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> NoReturn:
         refuse("a state_dict() to be pickled", "the optimizer itself")
-
-    # Of parameters that stay.
-    def _make_masters(self) -> list[Masters]:
-        alike: dict[torch.dtype, list[ParameterSlice]] = {}
-        for shard in self._kept:
-            if shard.has_own_master:
-                alike.setdefault(shard.own.dtype, []).append(shard)
-            else:
-                shard.master = torch.nn.Parameter(shard.shaped(shard.own))
-        return [Masters(shards) for shards in alike.values()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """At construction only, where slices and gathers are laid out; later a UsageError."""
@@ -392,7 +373,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse("parameters of different names in several Reducers", "a name twice")
         with torch.no_grad():
             self._bind_moved()
-            self._read_copied()
+            self._kept.read_copied()
             self._units.read_written()
             parts = {s: s.own for s in self._shards if not s.has_own_master}
             for masters in self._masters:
@@ -541,7 +522,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._states.lend(self.state, self._inner.state)
         method()
         if self._states.take_back(
-            self.state, self._inner.state, set(unused), self._fresh_elsewhere
+            self.state, self._inner.state, set(unused), self._fresh.elsewhere
         ):
             self._count_memory()
         for group, inner in groups:
@@ -571,26 +552,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         beginning = [s for s in shards if s.states.begins_with_zeros]
         without = [shard for shard in beginning if not self.state.get(shard.parameter)]
         for shard in without:
-            self.state[shard.parameter] = self._load_target(shard)
+            self.state[shard.parameter] = self._fresh.load_target(shard)
         return bool(without)
-
-    # What a state has after a step, by keys, shapes and dtypes.
-    def _example(self, shard: ParameterSlice) -> dict[str, Any]:
-        options = settings(self._group_of[id(shard.parameter)])
-        key = (shard.inside_shape, shard.master_dtype, repr(sorted(options.items())))
-        if key not in self._examples:
-            self._examples[key] = example_states(shard, self._make_inner, options)
-        return self._examples[key]
-
-    def _fresh_elsewhere(self, shard: ParameterSlice) -> dict[str, Any]:
-        return states_elsewhere(shard, self._example(shard))
-
-    # A state of no step. torch's checkpoints load into it.
-    def _load_target(self, shard: ParameterSlice) -> dict[str, Any]:
-        if not shard.is_here:
-            return self._fresh_elsewhere(shard)
-        options = settings(self._group_of[id(shard.parameter)])
-        return load_target(shard, self._make_inner, options)
 
     # For the Reducers' stats().
     def _count_memory(self) -> None:
@@ -674,7 +637,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take_gradients(self) -> list[int]:
         """Waits for the results, or says what is missing. Of which steps they are."""
         for reducer, first in self._first_names.items():
-            if not self._owns(reducer):
+            if not owns(reducer, self):
                 refuse("an open optimizer", "a closed one")
             try:
                 reducer._handle.shard(first)
@@ -694,32 +657,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # What others have written since. A master of 32 bits is the parameter's own memory.
     def _reread_written(self) -> None:
         self._bind_moved()
-        self._read_copied()
+        self._kept.read_copied()
         for masters in self._masters:
             masters.reread()
 
     def _bind_moved(self) -> None:
         self._gather.wait_all()
-        if self._bound == [memory_of(shard.parameter) for shard in self._kept]:
-            return
-        for shard in self._kept:
-            shard.require_same_kind()
-        for shard in self._kept:
-            if shard.bound == memory_of(shard.parameter):
-                continue
-            shard.bind()
-            if not shard.has_own_master:
-                shard.master.data = shard.shaped(shard.own)
+        for shard in self._kept.bind_moved():
             self._gather.rebind(shard)
-        self._note_memory()
-
-    def _read_copied(self) -> None:
-        for shard in self._copied:
-            shard.whole.copy_(shard.parameter.data)
-
-    def _note_memory(self) -> None:
-        self._bound = [shard.bound for shard in self._kept]
-        self._copied = [shard for shard in self._kept if shard.is_copied]
 
     # torch.distributed.checkpoint makes tensors to load into by a step of zeros. Not while gradients of
     # a step wait for theirs.
@@ -739,7 +684,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _make_load_targets(self) -> None:
         for shard in self._shards:
-            target = self._load_target(shard)
+            target = self._fresh.load_target(shard)
             if target:
                 self.state[shard.parameter] = target
         self._are_targets = True
@@ -774,7 +719,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         for hook in private_torch.load_state_dict_pre_hooks(self):
             state_dict = hook(self, state_dict) or state_dict
-        groups, states = loadable(state_dict, self.param_groups, self._shards, self._example)
+        groups, states = loadable(state_dict, self.param_groups, self._shards, self._fresh.example)
         self._gather.wait_all()  # it reads masters
         self._units.expire()
         self._are_targets = False

@@ -325,6 +325,47 @@ class Masters(SliceMasters):
             private_torch.foreach_copy_([one.own for one in self.slices], parts)
 
 
+class KeptSlices:
+    """Slices of parameters that stay whole, with their masters. Where nothing is rounded, a master is in
+    the parameter's own memory, in place of which others may put another.
+    """
+
+    def __init__(self, slices: list[ParameterSlice]) -> None:
+        self.slices = slices
+        alike: dict[torch.dtype, list[ParameterSlice]] = {}
+        for one in slices:
+            if one.has_own_master:
+                alike.setdefault(one.own.dtype, []).append(one)
+            else:
+                one.master = torch.nn.Parameter(one.shaped(one.own))
+        self.masters = [Masters(its) for its in alike.values()]
+        self._note_memory()
+
+    def _note_memory(self) -> None:
+        self._bound = [one.bound for one in self.slices]
+        self._copied = [one for one in self.slices if one.is_copied]
+
+    def bind_moved(self) -> list[ParameterSlice]:
+        """Binds those to new memory whose parameters have it now, and returns them."""
+        now = [memory_of(one.parameter) for one in self.slices]
+        if self._bound == now:
+            return []
+        for one in self.slices:
+            one.require_same_kind()
+        moved = [one for one, memory in zip(self.slices, now, strict=True) if one.bound != memory]
+        for one in moved:
+            one.bind()
+            if not one.has_own_master:
+                one.master.data = one.shaped(one.own)
+        self._note_memory()
+        return moved
+
+    def read_copied(self) -> None:
+        """Reads parameters whose memory is not row-major."""
+        for one in self._copied:
+            one.whole.copy_(one.parameter.data)
+
+
 class StoredMasters(SliceMasters):
     """Masters of released parameters, the only copy of their values. Gathers read them. If they are
     offloaded, or a part of a slice that is sharded over the mesh, gathers read their rounded values, which

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hsdp.torch.flat_slice import FlatSlice
+from hsdp.torch.slices.optimizer_arguments import settings
 from hsdp.torch.slices.optimizer_probe import begin_training
 from hsdp.torch.slices.parameter_slices import ParameterSlice, refuse
 
@@ -89,26 +90,61 @@ class SharedStates:
         return is_new
 
 
-def example_states(
-    one: ParameterSlice, make: Callable[[list[dict[str, Any]]], Any], settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The states of a parameter of this shape after a step with zeros; their values mean nothing.
-    Without memory if the optimizer works on the meta device. `make` makes one of parameter groups.
+class FreshStates:
+    """States before the first step, and what they have after one. `make` makes an inner optimizer of
+    parameter groups; `group_of`: a parameter's, by its id.
     """
-    for device in ("meta", str(one.master.device)):
-        zeros = torch.zeros(one.inside_shape, dtype=one.master_dtype, device=device)
+
+    def __init__(
+        self, make: Callable[[list[dict[str, Any]]], Any], group_of: Mapping[int, dict[str, Any]]
+    ) -> None:
+        self._make = make
+        self._group_of = group_of
+        self._examples: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def example(self, one: ParameterSlice) -> dict[str, Any]:
+        """What a state has after a step with zeros, by keys, shapes and dtypes; values mean nothing. Without
+        memory if the optimizer works on the meta device.
+        """
+        options = settings(self._group_of[id(one.parameter)])
+        key = (one.inside_shape, one.master_dtype, repr(sorted(options.items())))
+        if key not in self._examples:
+            self._examples[key] = self._made_example(one)
+        return self._examples[key]
+
+    def _made_example(self, one: ParameterSlice) -> dict[str, Any]:
+        for device in ("meta", str(one.master.device)):
+            zeros = torch.zeros(one.inside_shape, dtype=one.master_dtype, device=device)
+            try:
+                return self._after_a_step(one, zeros)
+            except Exception:  # a class may raise anything when it looks at values
+                if device != "meta":
+                    raise
+        return {}
+
+    def _after_a_step(self, one: ParameterSlice, zeros: torch.Tensor) -> dict[str, Any]:
         parameter = torch.nn.Parameter(zeros)
         parameter.grad = torch.zeros_like(parameter)
-        try:
-            optimizer = make([{**settings, "params": [parameter]}])
-            begin_training(optimizer)
-            optimizer.step()
-        except Exception:  # a class may raise anything when it looks at values
-            if device != "meta":
-                raise
-            continue
+        options = settings(self._group_of[id(one.parameter)])
+        optimizer = self._make([{**options, "params": [parameter]}])
+        begin_training(optimizer)
+        optimizer.step()
         return dict(optimizer.state.get(parameter, {}))
-    return {}
+
+    def elsewhere(self, one: ParameterSlice) -> dict[str, Any]:
+        """Of a parameter that is whole on another rank."""
+        return states_elsewhere(one, self.example(one))
+
+    def load_target(self, one: ParameterSlice) -> dict[str, Any]:
+        """A state of no step, into which torch's checkpoints load."""
+        if not one.is_here:
+            return self.elsewhere(one)
+        state = self._after_a_step(one, torch.zeros_like(one.master))
+        if "step" in state:
+            state["step"] = state["step"] * 0
+        if one.is_rounded:
+            state[MASTER] = one.master.detach()
+        return state
 
 
 def states_elsewhere(one: ParameterSlice, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,22 +294,3 @@ def _refuse_part(one: ParameterSlice, got: Any, wanted: Any, first: ParameterSli
         f"states {sorted(wanted)} of '{one.name}'{like}",
         f"{sorted(got)}; load a state dict that is complete",
     )
-
-
-def load_target(
-    one: ParameterSlice, make: Callable[[list[dict[str, Any]]], Any], settings: Mapping[str, Any]
-) -> dict[str, Any]:
-    """States for torch.distributed.checkpoint to load into, which say that no step has been made.
-    `make` makes an optimizer of parameter groups.
-    """
-    parameter = torch.nn.Parameter(torch.zeros_like(one.master))
-    parameter.grad = torch.zeros_like(one.master)
-    optimizer = make([{**settings, "params": [parameter]}])
-    begin_training(optimizer)
-    optimizer.step()
-    state: dict[str, Any] = optimizer.state.get(parameter, {})
-    if "step" in state:
-        state["step"] = state["step"] * 0
-    if one.is_rounded:
-        state[MASTER] = one.master.detach()
-    return state

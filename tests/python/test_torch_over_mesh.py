@@ -391,3 +391,28 @@ def test_with_one_replica_it_is_the_shard_group(mesh: hsdp.Mesh) -> None:
         run.step(0)
     assert runs[0].reducer.slice("0.weight") == runs[1].reducer.slice("0.weight")
     assert runs[0].reducer.stats().carry_bytes == runs[1].reducer.stats().carry_bytes
+
+
+@on_mesh(2, 1)
+def test_an_optimizer_that_cannot_be_made_leaves_the_reducer_as_it_was(mesh: hsdp.Mesh) -> None:
+    model = make_model()
+    reducer = hsdp.Reducer(mesh, missing="zero")
+    reducer.attach(model)
+
+    bad_somewhere = torch.optim.LBFGS if mesh.rank == 1 else torch.optim.AdamW
+    for cls, kind in (
+        (torch.optim.LBFGS, hsdp.UsageError),
+        (bad_somewhere, (hsdp.StepAbortedError, hsdp.UsageError)[mesh.rank]),
+    ):
+        with pytest.raises(kind, match="LBFGS"):
+            ShardedOptimizer(cls, model, reducer, shard_over="mesh")
+        assert reducer.shard_over == "shard"
+    verifying = hsdp.Reducer(mesh, verify_every=2)
+    verifying.attach(other := make_model())
+    with pytest.raises(hsdp.UsageError, match='got shard_over="mesh"'):
+        ShardedOptimizer(torch.optim.AdamW, other, verifying, shard_over="mesh")
+    assert verifying.shard_over == "shard"
+    for one in (reducer, verifying):  # each replica has all of it
+        one.prepare()
+        assert one.slice("0.weight").count == 7 * 33
+        one.close()

@@ -18,7 +18,6 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/divide_factors.h
   hsdp/dtype.h
   hsdp/error.h
-  hsdp/gather_lane.h
   hsdp/index_check.h
   hsdp/memory_count.h
   hsdp/mesh.h

@@ -1,7 +1,7 @@
 // Runs collectives of a shard group beside a Reducer's own, such as gathers of parameters under the
 // backward passes of the next step [Note: gathers beside backwards].
 //
-//   std::unique_ptr<GatherLane> lane = reducer.make_lane("gather");  // on every rank
+//   const auto lane = ReducerInternal(reducer).make_lane("gather");  // on every rank
 //   Event done = lane->run(updated, [=](Communicator& shard_group, Stream& stream) {
 //     shard_group.all_gather(own_slice, whole, stream, cut);
 //   });
@@ -67,7 +67,7 @@ class GatherLane {
   void wait(const Event& done);
 
  private:
-  friend class Reducer;
+  friend class ReducerInternal;
   struct Parts;
   // Collective over the world: all ranks have it or none. The lines say what else they agree on.
   // Who gives it tasks gives gradients to the Reducer; null before that is prepared.

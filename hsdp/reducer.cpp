@@ -13,6 +13,7 @@
 #include "hsdp/reducer/results.h"
 #include "hsdp/reducer/steps.h"
 #include "hsdp/reducer/together.h"
+#include "hsdp/reducer_internal.h"
 
 namespace hsdp {
 
@@ -74,28 +75,6 @@ int Reducer::register_parameter(const ParameterSpec& spec) {
   return parts_->parameters.add(spec);
 }
 
-void Reducer::set_units(std::span<const int> units) {
-  parts_->steps.check_usable("set_units");
-  if (parts_->steps.frozen() != nullptr) {
-    throw UsageError({.where = "reducer: set_units",
-                      .expected = "units before the first microbatch",
-                      .got = "them after it"});
-  }
-  parts_->parameters.set_units(units);
-}
-
-void Reducer::set_shard_over(ShardOver over) {
-  parts_->steps.check_usable("set_shard_over");
-  if (parts_->steps.frozen() != nullptr && over != parts_->options.shard_over) {
-    throw UsageError({.where = "reducer: shard_over",
-                      .expected = "\"" + std::string(word_of(parts_->options.shard_over)) +
-                                  "\", as in the steps so far",
-                      .got = "\"" + std::string(word_of(over)) + "\"",
-                      .remedy = "say so when the Reducer is made"});
-  }
-  parts_->shard_over(over);
-}
-
 void Reducer::set_requires_gradient_sync(bool flag, const std::optional<std::string>& group) {
   reducer::StepLedger& ledger = parts_->steps.ledger_for("set_requires_gradient_sync");
   ledger.set_requires_gradient_sync(flag, parts_->find_group(group));
@@ -123,10 +102,6 @@ void Reducer::prepare() {
   parts_->steps.check_usable("prepare");
   parts_->steps.prepare();
 }
-void Reducer::together(std::string_view what, const std::function<void()>& part) {
-  reducer::together(parts_->groups.world, what, part);
-}
-bool Reducer::has_gradient(int parameter) const { return parts_->steps.has_gradient(parameter); }
 void Reducer::begin_step() { parts_->steps.begin_step(); }
 void Reducer::begin_microbatch(const MicrobatchOptions& options) {
   parts_->steps.begin_microbatch(options);
@@ -148,9 +123,6 @@ Event Reducer::packed() {
 void Reducer::reject_gradient(std::string_view message) { parts_->steps.reject_gradient(message); }
 void Reducer::end_microbatch() { parts_->steps.end_microbatch(); }
 void Reducer::begin_window(const WindowOptions& options) { parts_->steps.begin_window(options); }
-void Reducer::check_window() { parts_->steps.check_window(); }
-void Reducer::leave_window(std::string_view reason) noexcept { parts_->steps.leave_window(reason); }
-std::optional<StepAbortedError> Reducer::take_drop() { return parts_->steps.take_drop(); }
 void Reducer::end_window(std::int64_t backwards) { parts_->steps.end_window(backwards); }
 std::vector<float> Reducer::local_sum(std::string_view name) {
   return parts_->results.local_sum(parts_->parameters.find(name));
@@ -182,9 +154,6 @@ void Reducer::partial_shard(std::string_view name, TensorView out) {
 Slice Reducer::slice(std::string_view name) {
   return parts_->results.slice(parts_->parameters.find(name));
 }
-Slice Reducer::shard_slice(std::string_view name) {
-  return parts_->results.shard_slice(parts_->parameters.find(name));
-}
 const BucketLayout& Reducer::layout() { return parts_->results.layout(); }
 const std::vector<ParameterSpec>& Reducer::parameters() const { return parts_->parameters.specs(); }
 
@@ -214,23 +183,9 @@ void Reducer::flush_snapshots() { parts_->results.flush_snapshots(); }
 void Reducer::add_party(std::weak_ptr<StepParty> party) {
   parts_->steps.add_party(std::move(party));
 }
-std::unique_ptr<GatherLane> Reducer::make_lane(const std::string& name,
-                                               const LanePreparation& prepare) {
-  reducer::Steps& steps = parts_->steps;
-  std::vector<std::string> lines;
-  reducer::together(parts_->groups.world, "make lane '" + name + "'", [&] {
-    steps.check_usable("make_lane");
-    steps.require_idle("make_lane");
-    if (prepare) lines = prepare();
-  });
-  return std::unique_ptr<GatherLane>(new GatherLane(parts_->groups, name, lines, steps.frozen()));
-}
-MemoryCount Reducer::memory_count() const { return parts_->memory; }
 ReducerState Reducer::state() const { return parts_->steps.state(); }
 Device Reducer::device() const { return parts_->groups.device; }
 int Reducer::shard_rank() const { return parts_->groups.shard.rank(); }
-int Reducer::slice_parts() const { return parts_->groups.parts; }
-std::int64_t Reducer::verify_every() const { return parts_->options.verify_every; }
 
 ReducerStats Reducer::stats() const {
   ReducerStats s;
@@ -345,5 +300,57 @@ void Microbatch::end() {
   }
   std::exchange(reducer_, nullptr)->end_microbatch();
 }
+
+void ReducerInternal::set_units(std::span<const int> units) const {
+  parts_.steps.check_usable("set_units");
+  if (parts_.steps.frozen() != nullptr) {
+    throw UsageError({.where = "reducer: set_units",
+                      .expected = "units before the first microbatch",
+                      .got = "them after it"});
+  }
+  parts_.parameters.set_units(units);
+}
+
+void ReducerInternal::set_shard_over(ShardOver over) const {
+  parts_.steps.check_usable("set_shard_over");
+  if (parts_.steps.frozen() != nullptr && over != parts_.options.shard_over) {
+    throw UsageError({.where = "reducer: shard_over",
+                      .expected = "\"" + std::string(word_of(parts_.options.shard_over)) +
+                                  "\", as in the steps so far",
+                      .got = "\"" + std::string(word_of(over)) + "\"",
+                      .remedy = "say so when the Reducer is made"});
+  }
+  parts_.shard_over(over);
+}
+void ReducerInternal::together(std::string_view what, const std::function<void()>& part) const {
+  reducer::together(parts_.groups.world, what, part);
+}
+std::unique_ptr<GatherLane> ReducerInternal::make_lane(const std::string& name,
+                                                       const LanePreparation& prepare) const {
+  reducer::Steps& steps = parts_.steps;
+  std::vector<std::string> lines;
+  reducer::together(parts_.groups.world, "make lane '" + name + "'", [&] {
+    steps.check_usable("make_lane");
+    steps.require_idle("make_lane");
+    if (prepare) lines = prepare();
+  });
+  return std::unique_ptr<GatherLane>(new GatherLane(parts_.groups, name, lines, steps.frozen()));
+}
+MemoryCount ReducerInternal::memory_count() const { return parts_.memory; }
+bool ReducerInternal::has_gradient(int parameter) const {
+  return parts_.steps.has_gradient(parameter);
+}
+void ReducerInternal::check_window() const { parts_.steps.check_window(); }
+void ReducerInternal::leave_window(std::string_view reason) const noexcept {
+  parts_.steps.leave_window(reason);
+}
+std::optional<StepAbortedError> ReducerInternal::take_drop() const {
+  return parts_.steps.take_drop();
+}
+int ReducerInternal::slice_parts() const { return parts_.groups.parts; }
+Slice ReducerInternal::shard_slice(std::string_view name) const {
+  return parts_.results.shard_slice(parts_.parameters.find(name));
+}
+std::int64_t ReducerInternal::verify_every() const { return parts_.options.verify_every; }
 
 }  // namespace hsdp

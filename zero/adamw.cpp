@@ -10,6 +10,7 @@
 #include "hsdp/device/buffer.h"
 #include "hsdp/device/copy.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer_internal.h"
 #include "zero/adamw_kernels.h"
 
 namespace hsdp::zero {
@@ -104,7 +105,7 @@ void AdamW::Parts::lay_out() {
   }
   const std::int64_t bytes = room * static_cast<std::int64_t>(sizeof(float));
   moments = Buffer(reducer.device(), static_cast<std::size_t>(bytes));
-  held = reducer.memory_count().hold(MemoryKind::kOptimizer, bytes);
+  held = ReducerInternal(reducer).memory_count().hold(MemoryKind::kOptimizer, bytes);
   clock_memory = Buffer(reducer.device(), sizeof(AdamWClock));
   auto* next = reinterpret_cast<float*>(moments.data());
   for (const AdamWParameter& parameter : parameters) {

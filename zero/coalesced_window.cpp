@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "hsdp/error.h"
+#include "hsdp/reducer_internal.h"
 
 namespace hsdp::zero {
 namespace {
@@ -26,7 +27,7 @@ void require_distinct(const std::vector<Reducer*>& reducers) {
 }
 
 void leave(const std::vector<Reducer*>& reducers, std::string_view reason) {
-  for (Reducer* const reducer : reducers) reducer->leave_window(reason);
+  for (Reducer* const reducer : reducers) ReducerInternal(*reducer).leave_window(reason);
 }
 
 // Also of those whose step has not begun: the other ranks may be in it.
@@ -37,7 +38,7 @@ void drop_steps(const std::vector<Reducer*>& reducers, const std::string& reason
       reducer->abandon_step(reason);
     } catch (const std::exception&) {  // it is closed or has failed; the first error matters more
     }
-    reducer->leave_window(reason);
+    ReducerInternal(*reducer).leave_window(reason);
   }
 }
 
@@ -48,7 +49,7 @@ void hear_drops(const std::vector<Reducer*>& reducers) {
   bool is_known = false;
   for (Reducer* const reducer : reducers) {
     const bool was_dropped = reducer->state().step_dropped;
-    std::optional<StepAbortedError> drop = reducer->take_drop();
+    std::optional<StepAbortedError> drop = ReducerInternal(*reducer).take_drop();
     if (!drop) {
       is_known = is_known || was_dropped;
     } else if (!first) {
@@ -86,7 +87,7 @@ void CoalescedWindow::end(std::int64_t backwards) {
   }
   const std::vector<Reducer*> open = std::exchange(open_, {});
   try {  // what one of them refuses must not leave a result of another
-    for (Reducer* const reducer : open) reducer->check_window();
+    for (Reducer* const reducer : open) ReducerInternal(*reducer).check_window();
     for (Reducer* const reducer : open) reducer->end_window(backwards);
   } catch (const std::exception& error) {
     leave(open, error.what());

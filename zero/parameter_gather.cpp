@@ -10,6 +10,7 @@
 #include "hsdp/error.h"
 #include "hsdp/index_check.h"
 #include "hsdp/reducer/slice_gather.h"
+#include "hsdp/reducer_internal.h"
 #include "zero/parameter_check.h"
 #include "zero/stored_slice.h"
 
@@ -38,7 +39,7 @@ struct ParameterGather::Parts {
   Parts(Reducer& its_reducer, std::vector<GatheredParameter> its_parameters, Completes what)
       : layout((its_reducer.prepare(), its_reducer.layout())),
         completes(what),
-        memory(its_reducer.memory_count()),
+        memory(ReducerInternal(its_reducer).memory_count()),
         parameters(std::move(its_parameters)) {}
 
   // Checks everything, and divides it into units. What all ranks must agree on, in lines.
@@ -85,7 +86,8 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
   }
   const std::vector<FullArray> full = reducer::full_arrays(
       reducer.parameters(), arrays, reducer.device(), kWhere, [&](int parameter) {
-        const RowCut shards = layout.slices(parameter).joined(reducer.slice_parts());
+        const RowCut shards =
+            layout.slices(parameter).joined(ReducerInternal(reducer).slice_parts());
         return completes == Completes::kParameters ? shards.count()
                                                    : shards.length(reducer.shard_rank());
       });
@@ -117,8 +119,8 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
   }
   gathered.resize(units.size());
   times.resize(units.size());
-  if (reducer.verify_every() > 0 && completes == Completes::kParameters) {
-    check = std::make_shared<ParameterCheck>(reducer.verify_every());
+  if (ReducerInternal(reducer).verify_every() > 0 && completes == Completes::kParameters) {
+    check = std::make_shared<ParameterCheck>(ReducerInternal(reducer).verify_every());
     reducer.add_party(check);
   }
   return lines;
@@ -168,8 +170,8 @@ void ParameterGather::Parts::gather(std::size_t unit, CallLabel label, Stream& s
 ParameterGather::ParameterGather(Reducer& reducer, std::vector<GatheredParameter> parameters,
                                  std::int64_t unit_bytes, Completes completes)
     : parts_(std::make_unique<Parts>(reducer, std::move(parameters), completes)) {
-  parts_->lane =
-      reducer.make_lane("hsdp-gather", [&] { return parts_->divide(reducer, unit_bytes); });
+  parts_->lane = ReducerInternal(reducer).make_lane(
+      "hsdp-gather", [&] { return parts_->divide(reducer, unit_bytes); });
 }
 
 ParameterGather::~ParameterGather() {

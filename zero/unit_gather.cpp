@@ -19,6 +19,7 @@
 #include "hsdp/error.h"
 #include "hsdp/index_check.h"
 #include "hsdp/reducer/slice_gather.h"
+#include "hsdp/reducer_internal.h"
 #include "hsdp/row_cut.h"
 #include "zero/round_records.h"
 #include "zero/stored_slice.h"
@@ -138,9 +139,9 @@ std::vector<std::vector<std::size_t>> messages_of(const BucketLayout& layout,
 struct UnitGather::Parts {
   explicit Parts(Reducer& its_reducer)
       : layout((its_reducer.prepare(), its_reducer.layout())),
-        parts(its_reducer.slice_parts()),
+        parts(ReducerInternal(its_reducer).slice_parts()),
         shard_size(layout.shard_size() / parts),
-        memory(its_reducer.memory_count()),
+        memory(ReducerInternal(its_reducer).memory_count()),
         device(its_reducer.device()) {}
 
   // Checks everything. What all ranks must agree on, in lines.
@@ -398,8 +399,8 @@ Event UnitGather::Parts::rounds_until(int own, bool until_update) {
 
 UnitGather::UnitGather(Reducer& reducer, std::vector<ParameterUnit> units)
     : parts_(std::make_unique<Parts>(reducer)) {
-  parts_->lane =
-      reducer.make_lane("hsdp-units", [&] { return parts_->prepare(reducer, std::move(units)); });
+  parts_->lane = ReducerInternal(reducer).make_lane(
+      "hsdp-units", [&] { return parts_->prepare(reducer, std::move(units)); });
   // A rank that skips a unit takes part in its round later.
   parts_->lane->on_need([parts = parts_.get()] {
     parts->hear_opening();  // which was issued

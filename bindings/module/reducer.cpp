@@ -17,6 +17,7 @@
 #include "bindings/module/text_argument.h"
 #include "hsdp/error.h"
 #include "hsdp/kernels/cast_and_pack.h"
+#include "hsdp/reducer_internal.h"
 #include "zero/coalesced_window.h"
 
 namespace hsdp::python {
@@ -300,7 +301,7 @@ struct HeldBytes {
 };
 
 HeldBytes hold_optimizer_bytes(const Handle& self, std::int64_t count) {
-  return {self.reducer().memory_count().hold(MemoryKind::kOptimizer, count)};
+  return {ReducerInternal(self.reducer()).memory_count().hold(MemoryKind::kOptimizer, count)};
 }
 
 using Class = py::class_<Handle>;
@@ -329,7 +330,8 @@ void bind_settings(Class& bound) {
       .def("stats", stats)
       .def("hold_optimizer_bytes", hold_optimizer_bytes)
       .def("step_number", [](const Handle& self) { return self.reducer().state().step; })
-      .def("has_gradient", [](const Handle& self, int p) { return self.reducer().has_gradient(p); })
+      .def("has_gradient", [](const Handle& self,
+                              int p) { return ReducerInternal(self.reducer()).has_gradient(p); })
       .def("step_begun", [](const Handle& self) { return self.reducer().state().step_begun; })
       .def("pending", [](const Handle& self) { return self.reducer().state().pending; })
       .def("step_dropped", [](const Handle& self) { return self.reducer().state().step_dropped; })
@@ -343,17 +345,17 @@ void bind_step(Class& bound) {
   bound
       .def("set_units",
            [](Handle& self, const std::vector<int>& units) {
-             self.call_here([&units](Reducer& r) { r.set_units(units); });
+             self.call_here([&units](Reducer& r) { ReducerInternal(r).set_units(units); });
            })
       .def("set_shard_over", [](Handle& self, const std::string& text) {
         const ShardOver over = choose("shard_over", text, choices(ShardOver{}));
-        self.call_here([over](Reducer& r) { r.set_shard_over(over); });
+        self.call_here([over](Reducer& r) { ReducerInternal(r).set_shard_over(over); });
       });
   bound.def("prepare", [](Handle& self) { self.call([](Reducer& r) { r.prepare(); }); })
       .def("together",
            [](Handle& self, const std::string& what, const std::string& failure) {
              self.call([what, failure](Reducer& reducer) {
-               reducer.together(what, [&] {
+               ReducerInternal(reducer).together(what, [&] {
                  if (!failure.empty()) throw Error(failure);
                });
              });
@@ -372,11 +374,14 @@ void bind_step(Class& bound) {
       .def("begin_window", begin_window, py::arg("last"), py::arg("backwards"),
            py::arg("accumulate"), py::arg("accumulate_dtype"), py::arg("has_batch") = py::none())
       .def("check_window",
-           [](Handle& self) { self.call_here([](Reducer& reducer) { reducer.check_window(); }); })
+           [](Handle& self) {
+             self.call_here([](Reducer& reducer) { ReducerInternal(reducer).check_window(); });
+           })
       .def("end_window", &Handle::end_window)
       .def("leave_window",
            [](Handle& self, const std::string& reason) {
-             self.call([reason](Reducer& reducer) { reducer.leave_window(reason); });
+             self.call(
+                 [reason](Reducer& reducer) { ReducerInternal(reducer).leave_window(reason); });
            })
       .def("release_memory",
            [](Handle& self) { self.call([](Reducer& reducer) { reducer.release_memory(); }); })
@@ -406,7 +411,7 @@ void bind_results(Class& bound) {
       .def("slice", slice)
       .def("shard_slice",
            [](Handle& self, const std::string& name) {
-             const Slice all = self.reducer().shard_slice(name);
+             const Slice all = ReducerInternal(self.reducer()).shard_slice(name);
              return std::make_pair(all.offset, all.count);
            })
       .def("balance", balance)

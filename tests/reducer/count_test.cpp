@@ -4,6 +4,7 @@
 #include <array>
 #include <numeric>
 
+#include "hsdp/reducer_internal.h"
 #include "tests/support/reducer_step.h"
 #include "tests/support/temporary_directory.h"
 
@@ -163,7 +164,8 @@ TEST(Memory, OfOthersIsHeldInTheReducersCount) {
     register_all(reducer, step);
     run_step(reducer, step, 0);
     const ReducerStats before = reducer.stats();
-    MemoryCount::Held optimizer = reducer.memory_count().hold(MemoryKind::kOptimizer, 1 << 20);
+    MemoryCount::Held optimizer =
+        ReducerInternal(reducer).memory_count().hold(MemoryKind::kOptimizer, 1 << 20);
     const ReducerStats with = reducer.stats();
     EXPECT_EQ(with.optimizer_bytes, 1 << 20);
     EXPECT_EQ(with.resident_bytes, before.resident_bytes + (1 << 20));
@@ -196,7 +198,8 @@ TEST(Memory, OfAGatherIsItsMessage) {
                                  {"b", {b.data(), kSmall, Dtype::kF32, {}}}};
     reducer.gather_gradients(arrays);
     reducer.gather_parameters(arrays);
-    EXPECT_EQ(reducer.memory_count().of(MemoryKind::kParameterGather).peak, 2 * kSmall * 4);
+    EXPECT_EQ(ReducerInternal(reducer).memory_count().of(MemoryKind::kParameterGather).peak,
+              2 * kSmall * 4);
     EXPECT_EQ(reducer.stats().parameter_gather_bytes, 0) << "given back";
   });
 }

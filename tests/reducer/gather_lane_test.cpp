@@ -15,6 +15,7 @@
 #include "hsdp/comm/world.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/lane.h"
+#include "hsdp/reducer_internal.h"
 #include "tests/support/gather_steps.h"
 
 namespace hsdp {
@@ -65,7 +66,7 @@ class OneUnit {
     begin_ = cut_->begin(mesh.shard_rank());
     std::fill_n(values_.begin() + begin_, cut_->length(mesh.shard_rank()),
                 static_cast<float>(mesh.shard_rank()));
-    lane_ = reducer.make_lane("unit");
+    lane_ = ReducerInternal(reducer).make_lane("unit");
   }
   Event start(const Event& updated) {
     return lane_->run(updated, [this](Communicator& shard_group, Stream& stream) {
@@ -312,7 +313,9 @@ INSTANTIATE_TEST_SUITE_P(Threads, LaneErrors, testing::Bool(),
 TEST(MakeLane, OfAnotherNameIsAnErrorOnAllRanks) {
   run_mesh({1, 3}, [](const Mesh& mesh) {
     Reducer reducer(mesh);
-    const auto run_on = [&] { static_cast<void>(reducer.make_lane(mesh.rank() == 2 ? "b" : "a")); };
+    const auto run_on = [&] {
+      static_cast<void>(ReducerInternal(reducer).make_lane(mesh.rank() == 2 ? "b" : "a"));
+    };
     EXPECT_THAT(
         caught<MismatchError>(run_on),
         names({2},
@@ -328,7 +331,7 @@ TEST(MakeLane, InAMicrobatchOfOneRankIsAnErrorOnAllRanks) {
   run_reducers({1, 2}, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
     reducer.prepare();
     if (mesh.rank() == 1) reducer.begin_microbatch({.sync = Sync::kNone});
-    const auto make = [&] { static_cast<void>(reducer.make_lane("gather")); };
+    const auto make = [&] { static_cast<void>(ReducerInternal(reducer).make_lane("gather")); };
     if (mesh.rank() == 1) {
       EXPECT_THROW(make(), UsageError);
     } else {

@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "hsdp/error.h"
+#include "hsdp/reducer_internal.h"
 #include "tests/support/reducer_step.h"
 
 namespace hsdp {
@@ -248,9 +249,10 @@ TEST(HasGradient, RefusesAnIndexThatThereIsNot) {
   run_mesh({}, [](const Mesh& mesh) {
     Reducer reducer(mesh);
     reducer.register_parameter({.name = "w", .shape = {5}});
-    EXPECT_FALSE(reducer.has_gradient(0));
+    EXPECT_FALSE(ReducerInternal(reducer).has_gradient(0));
     for (const int parameter : {-1, 1}) {
-      EXPECT_THAT(caught<UsageError>([&] { static_cast<void>(reducer.has_gradient(parameter)); }),
+      EXPECT_THAT(caught<UsageError>(
+                      [&] { static_cast<void>(ReducerInternal(reducer).has_gradient(parameter)); }),
                   says("reducer: has_gradient: expected a parameter index below 1, got " +
                        std::to_string(parameter)));
     }

@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "hsdp/error.h"
+#include "hsdp/reducer_internal.h"
 #include "tests/support/reducer_step.h"
 
 namespace hsdp {
@@ -172,7 +173,9 @@ TEST(MissingAsZero, TellsWhichParametersNoRankUsed) {
       EXPECT_THAT(reducer.unused_parameters(), ElementsAre(0));
     }
     const auto has = [&reducer] {
-      return std::array{reducer.has_gradient(0), reducer.has_gradient(1), reducer.has_gradient(2)};
+      return std::array{ReducerInternal(reducer).has_gradient(0),
+                        ReducerInternal(reducer).has_gradient(1),
+                        ReducerInternal(reducer).has_gradient(2)};
     };
     constexpr std::array kNone{false, false, false};
     const std::array own{false, mesh.rank() == 2, true};

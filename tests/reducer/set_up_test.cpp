@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "hsdp/error.h"
+#include "hsdp/reducer_internal.h"
 #include "tests/support/failed_set_up.h"
 #include "tests/support/reducer_step.h"
 
@@ -75,7 +76,9 @@ TEST(SetUpOfALane, IsAgreedAndMayBeTriedAgain) {
       [&](Reducer& reducer, const Mesh& mesh) {
         for (int bad = 0; bad < 4; ++bad) {
           const SetUpFault& fault = faults[static_cast<std::size_t>(bad) % faults.size()];
-          const auto make = [&] { static_cast<void>(reducer.make_lane("gather")); };
+          const auto make = [&] {
+            static_cast<void>(ReducerInternal(reducer).make_lane("gather"));
+          };
           if (mesh.rank() == bad) {
             fail_call(fault.call, fault.skipped);
             EXPECT_THROW(make(), Error);
@@ -86,7 +89,7 @@ TEST(SetUpOfALane, IsAgreedAndMayBeTriedAgain) {
           }
           run_step(reducer, step, mesh.rank());
         }
-        const std::unique_ptr<GatherLane> lane = reducer.make_lane("gather");
+        const std::unique_ptr<GatherLane> lane = ReducerInternal(reducer).make_lane("gather");
         Values ranks(2, static_cast<float>(mesh.rank()));
         const TensorView whole{ranks.data(), 2, Dtype::kF32, {}};
         const Event gathered = lane->run({}, [&](Communicator& shard_group, Stream& stream) {

@@ -22,6 +22,7 @@
 #include "gpu_rank.h"
 #include "hsdp/device/host_event.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer_internal.h"
 #include "nccl_ranks.h"
 #include "tests/support/failing_calls.h"
 #include "tests/support/gather_steps.h"
@@ -227,8 +228,8 @@ TEST(NcclGatherLane, ATaskMayComeAfterThatOfAnotherLane) {
   run_nccl_mesh({1, 2}, [](const Mesh& mesh) {
     Reducer reducer(mesh);
     reducer.register_parameter({.name = "w", .shape = {4096}});
-    const std::unique_ptr<GatherLane> first = reducer.make_lane("first");
-    const std::unique_ptr<GatherLane> second = reducer.make_lane("second");
+    const std::unique_ptr<GatherLane> first = ReducerInternal(reducer).make_lane("first");
+    const std::unique_ptr<GatherLane> second = ReducerInternal(reducer).make_lane("second");
     std::vector<float> ranks(4, static_cast<float>(mesh.rank()));
     const auto gather = [&](std::size_t begin) {
       const TensorView whole{ranks.data() + begin, 2, Dtype::kF32, mesh.device()};
@@ -254,7 +255,7 @@ TEST(NcclGatherLane, AnErrorInATaskReachesAllRanksWithItsText) {
     Reducer reducer(mesh);
     GpuRank rank(reducer, step, mesh);
     static_cast<void>(rank.run_step());
-    const std::unique_ptr<GatherLane> lane = reducer.make_lane("gather");
+    const std::unique_ptr<GatherLane> lane = ReducerInternal(reducer).make_lane("gather");
     std::vector<float>& ranks = memory[static_cast<std::size_t>(mesh.rank())];
     std::ranges::fill(ranks, static_cast<float>(mesh.rank()));
     const TensorView whole{ranks.data(), 2, Dtype::kF32, mesh.device()};

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "hsdp/error.h"
+#include "hsdp/reducer_internal.h"
 #include "tests/support/reducer_step.h"
 #include "zero/coalesced_window.h"
 
@@ -664,7 +665,7 @@ TEST(Window, IsLeftByAnEndThatThrows) {
                       HasSubstr("inside the window, or use missing=\"zero\"")));
     one.expect_clean_step();
     one.reducer.begin_window();
-    one.reducer.leave_window("no more");
+    ReducerInternal(one.reducer).leave_window("no more");
     one.expect_clean_step();
   });
 }
@@ -674,10 +675,10 @@ TEST(Window, ACheckIsNoVerdict) {
   run_mesh(kSquare, [](const Mesh& mesh) {
     OneParameter one(mesh);
     one.reducer.begin_window();
-    EXPECT_THAT(refusal([&] { one.reducer.check_window(); }),
+    EXPECT_THAT(refusal([&] { ReducerInternal(one.reducer).check_window(); }),
                 HasSubstr("reducer: end_window: expected a gradient for every parameter"));
     one.pass();
-    one.reducer.check_window();
+    ReducerInternal(one.reducer).check_window();
     one.reducer.end_window();
     one.expect(1);
   });

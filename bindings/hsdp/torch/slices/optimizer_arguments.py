@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hsdp.errors import Error
+from hsdp.options import ShardOver
 from hsdp.reducer import Reducer
 from hsdp.torch.slices.parameter_slices import refuse
 
@@ -61,7 +62,7 @@ def required_reducers(listed: list[Any]) -> list[Reducer]:
 @contextlib.contextmanager
 def restoring_shard_over(listed: list[Any]) -> Iterator[None]:
     """Gives Reducers their `shard_over` again if the block raises before their buckets are laid out."""
-    before = [(one, one.shard_over) for one in listed if isinstance(one, Reducer)]
+    before: list[tuple[Reducer, ShardOver]] = [(one, one.shard_over) for one in listed if isinstance(one, Reducer)]
     try:
         yield
     except BaseException:

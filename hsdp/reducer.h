@@ -48,6 +48,7 @@
 #include "hsdp/error.h"
 #include "hsdp/gather_lane.h"
 #include "hsdp/memory_count.h"
+#include "hsdp/memory_plan.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer_options.h"
 #include "hsdp/reducer_stats.h"
@@ -263,6 +264,11 @@ class Reducer {
                                                       const LanePreparation& prepare = {});
 
   [[nodiscard]] ReducerStats stats() const;
+  // What this rank will hold and send, to the byte as stats() counts it once steps have run; at any
+  // time once the parameters are registered. Local. Not in it is what depends on the run: gradients
+  // that are retained, and copies for snapshots. UsageError where no parameter is registered, and
+  // for options that prepare() would refuse.
+  [[nodiscard]] MemoryPlan memory_plan(const MemoryUse& use = {});
   // For the memory of what works on the Reducer's slices; stats() reports it.
   [[nodiscard]] MemoryCount memory_count() const;
   [[nodiscard]] ReducerState state() const;  // never waits, in any phase

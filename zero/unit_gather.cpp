@@ -156,6 +156,7 @@ struct UnitGather::Parts {
 
   // Checks everything. What all ranks must agree on, in lines.
   std::vector<std::string> prepare(Reducer& reducer, std::vector<ParameterUnit> given);
+  [[nodiscard]] std::int64_t message_bytes() const;
   Unit& at(int unit);
   // A round that a record foretells, or one in which the ranks ask each other.
   Event gather(int unit, std::vector<TensorView> arrays, const Event& updated);
@@ -195,6 +196,7 @@ struct UnitGather::Parts {
   MemoryCount memory;
   Device device;
   std::vector<Unit> units;
+  MemoryCount::Held expected;                            // messages
   std::function<std::vector<Event>(int unit)> arrivals;  // or none
   RoundRecords records;
   Asked opening;  // the first round of this pass, until it is heard
@@ -234,7 +236,25 @@ std::vector<std::string> UnitGather::Parts::prepare(Reducer& reducer,
     }
     mine.messages = messages_of(layout, mine.parts, registered);
   }
+  expected = memory.expect(MemoryKind::kParameterGather, message_bytes());
   return lines;
+}
+
+// Of the largest one.
+std::int64_t UnitGather::Parts::message_bytes() const {
+  std::int64_t most = 0;
+  for (const Unit& unit : units) {
+    for (const std::vector<std::size_t>& message : unit.messages) {
+      std::vector<CutArray> together;
+      for (const std::size_t p : message) {
+        const Part& part = unit.parts[p];
+        together.push_back(
+            {{nullptr, part.parameter.count, part.parameter.dtype, device}, part.cut});
+      }
+      most = std::max(most, reducer::gather_message_bytes(shard_size, together));
+    }
+  }
+  return most;
 }
 
 Unit& UnitGather::Parts::at(int unit) {

@@ -35,6 +35,9 @@ constexpr std::int64_t kDirectGatherBytes = std::int64_t{1} << 20;  // from here
 std::int64_t gather_arrays(Communicator& group, std::span<const CutArray> arrays,
                            const MemoryCount& memory, Stream& stream, CallLabel label = {});
 
+// What it takes for its messages: none where it gathers in place.
+[[nodiscard]] std::int64_t gather_message_bytes(int group_size, std::span<const CutArray> arrays);
+
 struct FullArray {
   int parameter = 0;
   TensorView array;  // contiguous, all elements of the parameter; this rank's slice is in place
@@ -49,7 +52,7 @@ struct FullArray {
 constexpr std::int64_t kGatherUnitBytes = std::int64_t{4} << 20;  // small arrays in one message
 
 // Of an array, this shard rank's slice and how the replicas have it in parts.
-[[nodiscard]] CutArray replica_parts(const Groups& groups, const BucketLayout& layout,
+[[nodiscard]] CutArray replica_parts(const SliceOwner& owner, const BucketLayout& layout,
                                      int parameter, TensorView shard_slice);
 
 // What is filled together.
@@ -64,6 +67,14 @@ using GatherUnit = std::vector<FullArray>;
 [[nodiscard]] std::vector<GatherUnit> gather_units(const BucketLayout& layout,
                                                    std::span<const FullArray> arrays,
                                                    std::int64_t unit_bytes);
+
+// What gather_unit() gathers in each group.
+struct UnitArrays {
+  std::vector<CutArray> replica_parts{};  // of this shard rank's slices; none: they are whole
+  std::vector<CutArray> whole{};
+};
+[[nodiscard]] UnitArrays cut_unit(const SliceOwner& owner, const BucketLayout& layout,
+                                  std::span<const FullArray> unit);
 
 // As gather_arrays(), on both groups.
 std::int64_t gather_unit(Groups& groups, const BucketLayout& layout,

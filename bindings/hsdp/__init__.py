@@ -26,6 +26,7 @@ from hsdp.errors import (
     TimeoutError,
     UsageError,
 )
+from hsdp.memory_plan import MemoryPlan
 from hsdp.mesh import Mesh, init_mesh, job_size
 from hsdp.parameter import Balance, Parameter, Slice
 from hsdp.reducer import Reducer
@@ -47,6 +48,7 @@ __all__ = [
     "Comparison",
     "Error",
     "ErrorHistogram",
+    "MemoryPlan",
     "Mesh",
     "Microbatch",
     "MismatchError",

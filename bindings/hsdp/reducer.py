@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -150,6 +151,7 @@ class Reducer(ReducerResults, Closing):
         self._layout: Layout = layout
         self._shard_over: ShardOver = shard_over
         self._attachments: list[Attachment] = []
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._is_agreed = True  # whether attachments are known to be the same on every rank
         # Called before the ranks compare their words, and may change them.
         self._before_words = WeakCalls()

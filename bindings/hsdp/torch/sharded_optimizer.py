@@ -579,11 +579,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return bool(without)
 
     # What a state has after a step, by keys, shapes and dtypes.
-    def _example(self, shard: ParameterSlice) -> dict[str, Any]:
+    def _example(self, shard: ParameterSlice, shape: torch.Size | None = None) -> dict[str, Any]:
+        shape = shard.inside_shape if shape is None else shape
         options = settings(self._group_of[id(shard.parameter)])
-        key = (shard.inside_shape, shard.master_dtype, repr(sorted(options.items())))
+        key = (shape, shard.master_dtype, repr(sorted(options.items())))
         if key not in self._examples:
-            self._examples[key] = example_states(shard, self._make_inner, options)
+            self._examples[key] = example_states(shard, shape, self._make_inner, options)
         return self._examples[key]
 
     def _fresh_elsewhere(self, shard: ParameterSlice) -> dict[str, Any]:
@@ -604,6 +605,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._held: list[Any] = []  # what was counted before is let go of
         for reducer, count in counts.items():
             self._held.append(reducer._handle.hold_optimizer_bytes(count))
+
+    # For the Reducers' memory_plan(): of the states that the first step makes.
+    def _state_bytes_to_come(self, reducer: Reducer) -> int:
+        return sum(
+            held_bytes(shard, self._example(shard, shard.master.shape)) - held_bytes(shard, {})
+            for shard in self._shards
+            if shard.reducer is reducer and shard.is_here and not self.state.get(shard.parameter)
+        )
 
     # What this rank has updated is all ranks' from here on.
     def _start_gather(self) -> None:

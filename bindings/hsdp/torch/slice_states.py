@@ -90,13 +90,16 @@ class SharedStates:
 
 
 def example_states(
-    one: ParameterSlice, make: Callable[[list[dict[str, Any]]], Any], settings: Mapping[str, Any]
+    one: ParameterSlice,
+    shape: torch.Size,
+    make: Callable[[list[dict[str, Any]]], Any],
+    settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The states of a parameter of this shape after a step with zeros; their values mean nothing.
+    """The states of a parameter, or a slice of it, of this shape after a step with zeros; their values mean nothing.
     Without memory if the optimizer works on the meta device. `make` makes one of parameter groups.
     """
     for device in ("meta", str(one.master.device)):
-        zeros = torch.zeros(one.inside_shape, dtype=one.master_dtype, device=device)
+        zeros = torch.zeros(shape, dtype=one.master_dtype, device=device)
         parameter = torch.nn.Parameter(zeros)
         parameter.grad = torch.zeros_like(parameter)
         try:

@@ -288,8 +288,9 @@ MemoryPlan Reducer::memory_plan(const MemoryUse& use) {
   const bool keeps_sums =
       options.backwards == Backwards::kMany || parts_->steps.ledger().partial_sync() == Sync::kNone;
   if (!use.local_sums && keeps_sums) its_use.local_sums = options.accumulate_dtype;
-  MemoryPlan plan = reducer::plan_memory(parameters, options, layout(),
-                                         reducer::planned_rank(parts_->groups), its_use);
+  const reducer::PlannedRank rank = reducer::planned_rank(parts_->groups);
+  MemoryPlan plan = reducer::plan_memory(parameters, options, layout(), rank, its_use,
+                                         reducer::plan_hop(parameters, options, layout(), rank));
   const MemoryCount& memory = parts_->memory;
   plan.optimizer_bytes = memory.of(MemoryKind::kOptimizer).live;
   plan.parameter_gather_bytes = memory.expected(MemoryKind::kParameterGather);

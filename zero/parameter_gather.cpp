@@ -42,8 +42,6 @@ struct ParameterGather::Parts {
 
   // Checks everything, and divides it into units. What all ranks must agree on, in lines.
   std::vector<std::string> divide(Reducer& reducer, std::int64_t unit_bytes);
-  [[nodiscard]] std::int64_t message_bytes(const reducer::SliceOwner& owner,
-                                           std::span<const FullArray> arrays) const;
   void gather(std::size_t unit, CallLabel label, Stream& stream);
   // UsageError for numbers that there are not.
   [[nodiscard]] std::size_t unit_number(int unit) const {
@@ -105,8 +103,6 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
   units = reducer::gather_units(layout, whole, unit_bytes);
   scratch = ScratchReserve(reducer.device(), reducer::gather_scratch(layout, units));
   scratch_held = memory.hold(MemoryKind::kScratch, scratch.size_bytes());
-  expected = memory.expect(MemoryKind::kParameterGather,
-                           message_bytes({reducer.shard_rank(), 0, reducer.slice_parts()}, full));
   unit_of.assign(parameters.size(), -1);
   for (std::size_t u = 0; u < units.size(); ++u) {
     std::vector<int>& of_unit = members.emplace_back();
@@ -116,33 +112,14 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
       unit_of[static_cast<std::size_t>(of_unit.back())] = static_cast<int>(u);
     }
   }
+  const reducer::SliceOwner owner{reducer.shard_rank(), 0, reducer.slice_parts()};
+  expected = memory.expect(MemoryKind::kParameterGather,
+                           completes == Completes::kParameters
+                               ? reducer::unit_message_bytes(owner, layout, units)
+                               : reducer::parts_message_bytes(owner, layout, units));
   gathered.resize(units.size());
   times.resize(units.size());
   return lines;
-}
-
-// Of the largest message of a unit. `arrays`: those of this rank.
-std::int64_t ParameterGather::Parts::message_bytes(const reducer::SliceOwner& owner,
-                                                   std::span<const FullArray> arrays) const {
-  std::unordered_map<int, TensorView> array_of;  // by number of registration
-  for (const FullArray& one : arrays) array_of.emplace(one.parameter, one.array);
-  const int shard_size = layout.shard_size() / owner.parts;
-  std::int64_t most = 0;
-  for (GatherUnit unit : units) {
-    for (FullArray& one : unit) one.array = array_of.at(one.parameter);
-    if (completes == Completes::kParameters) {
-      const reducer::UnitArrays cut = reducer::cut_unit(owner, layout, unit);
-      most = std::max({most, reducer::gather_message_bytes(owner.parts, cut.replica_parts),
-                       reducer::gather_message_bytes(shard_size, cut.whole)});
-      continue;
-    }
-    std::vector<reducer::CutArray> parts;
-    for (const FullArray& one : unit) {
-      parts.push_back(reducer::replica_parts(owner, layout, one.parameter, one.array));
-    }
-    most = std::max(most, reducer::gather_message_bytes(owner.parts, parts));
-  }
-  return most;
 }
 
 void ParameterGather::Parts::gather(std::size_t unit, CallLabel label, Stream& stream) {

@@ -113,8 +113,7 @@ void require_stored(const UnitParameter& one, bool is_registered, std::int64_t c
   require_master(where, stored, count, one.dtype, device);
 }
 
-// What a layout has joined is in one message, as one of them may be a single rank's; so are
-// small ones.
+// Those that share a message are in the first one.
 std::vector<std::vector<std::size_t>> messages_of(const BucketLayout& layout,
                                                   std::span<const Part> parts,
                                                   std::span<const std::optional<int>> registered) {
@@ -122,8 +121,7 @@ std::vector<std::vector<std::size_t>> messages_of(const BucketLayout& layout,
   for (std::size_t p = 0; p < parts.size(); ++p) {
     const std::int64_t size = size_of(parts[p].parameter);
     if (size == 0) continue;
-    const bool is_joined = registered[p] && layout.join_of(*registered[p]).has_value();
-    if (is_joined || size < reducer::kDirectGatherBytes) {
+    if (reducer::shares_message(layout, registered[p], size)) {
       messages.front().push_back(p);
     } else {
       messages.push_back({p});

@@ -60,27 +60,31 @@ HopPlan make_hop_plan(const ParameterTable& parameters, const ReducerOptions& op
   return plan;
 }
 
-MemoryPlan plan_memory(const ParameterTable& parameters, const ReducerOptions& options,
-                       const BucketLayout& layout, const PlannedRank& rank, const MemoryUse& use) {
+HopNeed plan_hop(const ParameterTable& parameters, const ReducerOptions& options,
+                 const BucketLayout& layout, const PlannedRank& rank) {
+  if (rank.replicate_size == 1) return {};
   if (rank.owner.parts > 1) require_scattered_results(options);
+  const GradientMemory memory(parameters, layout, rank.owner, rank.device, options.accumulate_on,
+                              {});
+  return options.replica_hop->need(make_hop_plan(parameters, options, layout, memory, rank));
+}
+
+MemoryPlan plan_memory(const ParameterTable& parameters, const ReducerOptions& options,
+                       const BucketLayout& layout, const PlannedRank& rank, const MemoryUse& use,
+                       const HopNeed& hop) {
   const GradientMemory memory(parameters, layout, rank.owner, rank.device, options.accumulate_on,
                               {});
   MemoryPlan plan;
   plan.carry_bytes = memory.carry_bytes();
   if (use.totals) plan.total_bytes = memory.total_bytes();
   if (use.local_sums) plan.accumulator_bytes = memory.accumulator_bytes(*use.local_sums);
-  plan.staging_bytes = memory.staging_bytes(rank.shard_size);
+  plan.staging_bytes = memory.staging_bytes(rank.shard_size) + hop.staging_bytes;
+  plan.replica_hop_state_bytes = hop.state_bytes;
+  plan.replica_hop_bytes = hop.wire_bytes;
   if (rank.shard_size > 1) {
     for (const Bucket& bucket : layout.buckets()) {
       plan.shard_hop_bytes += message_bytes(bucket.count, bucket.wire_dtype, reduction_of(options));
     }
-  }
-  if (rank.replicate_size > 1) {
-    const HopNeed need =
-        options.replica_hop->need(make_hop_plan(parameters, options, layout, memory, rank));
-    plan.staging_bytes += need.staging_bytes;
-    plan.replica_hop_state_bytes = need.state_bytes;
-    plan.replica_hop_bytes = need.wire_bytes;
   }
   if (rank.device.type != DeviceType::kHost) {
     plan.scratch_bytes = static_cast<std::int64_t>(

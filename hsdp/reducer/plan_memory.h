@@ -33,10 +33,15 @@ struct PlannedRank {
 // UsageError for options that results sharded over the mesh do not go with.
 void require_scattered_results(const ReducerOptions& options);
 
-// Without what others hold: optimizers and gathers. `options` are complete, as agreed_options.h
-// makes them, and `layout` is that of the parameters. Scratch is the Reducer's.
+// `options` are complete, as agreed_options.h makes them, and `layout` is that of the parameters.
+//
+// Of the hop: the same for all parts of a shard rank, and of a large model most of the work.
+[[nodiscard]] HopNeed plan_hop(const ParameterTable& parameters, const ReducerOptions& options,
+                               const BucketLayout& layout, const PlannedRank& rank);
+// With that of the hop; without what others hold, optimizers and gathers. Scratch is the Reducer's.
 [[nodiscard]] MemoryPlan plan_memory(const ParameterTable& parameters,
                                      const ReducerOptions& options, const BucketLayout& layout,
-                                     const PlannedRank& rank, const MemoryUse& use);
+                                     const PlannedRank& rank, const MemoryUse& use,
+                                     const HopNeed& hop);
 
 }  // namespace hsdp::reducer

@@ -142,6 +142,11 @@ std::int64_t gather_message_bytes(int group_size, std::span<const CutArray> arra
   return message_size(bytes_of(arrays), arrays.front().array.device.type);
 }
 
+bool shares_message(const BucketLayout& layout, std::optional<int> registered,
+                    std::int64_t size_bytes) {
+  return size_bytes < kDirectGatherBytes || (registered && layout.join_of(*registered).has_value());
+}
+
 CutArray replica_parts(const SliceOwner& owner, const BucketLayout& layout, int parameter,
                        TensorView shard_slice) {
   const int first = owner.shard_rank * owner.parts;
@@ -226,12 +231,40 @@ UnitArrays cut_unit(const SliceOwner& owner, const BucketLayout& layout,
     arrays.whole.push_back({full.array, layout.slices(full.parameter).joined(owner.parts)});
     if (owner.parts == 1) continue;
     const RowCut& of_shards = arrays.whole.back().cut;
-    const int rank = owner.shard_rank;
-    arrays.replica_parts.push_back(
-        replica_parts(owner, layout, full.parameter,
-                      full.array.slice(of_shards.begin(rank), of_shards.length(rank))));
+    TensorView shard = full.array;
+    shard.count = of_shards.length(owner.shard_rank);
+    if (shard.data != nullptr) {
+      shard = full.array.slice(of_shards.begin(owner.shard_rank), shard.count);
+    }
+    arrays.replica_parts.push_back(replica_parts(owner, layout, full.parameter, shard));
   }
   return arrays;
+}
+
+std::int64_t unit_message_bytes(const SliceOwner& owner, const BucketLayout& layout,
+                                std::span<const GatherUnit> units) {
+  const int shard_size = layout.shard_size() / owner.parts;
+  std::int64_t most = 0;
+  for (const GatherUnit& unit : units) {
+    const UnitArrays arrays = cut_unit(owner, layout, unit);
+    most = std::max({most, gather_message_bytes(owner.parts, arrays.replica_parts),
+                     gather_message_bytes(shard_size, arrays.whole)});
+  }
+  return most;
+}
+
+std::int64_t parts_message_bytes(const SliceOwner& owner, const BucketLayout& layout,
+                                 std::span<const GatherUnit> units) {
+  std::int64_t most = 0;
+  for (const GatherUnit& unit : units) {
+    std::vector<CutArray> parts;
+    for (const FullArray& one : unit) {
+      parts.push_back(replica_parts(owner, layout, one.parameter, one.array));
+      parts.back().array.count = parts.back().cut.count();
+    }
+    most = std::max(most, gather_message_bytes(owner.parts, parts));
+  }
+  return most;
 }
 
 std::int64_t gather_unit(Groups& groups, const BucketLayout& layout,

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -51,6 +52,12 @@ struct FullArray {
 
 constexpr std::int64_t kGatherUnitBytes = std::int64_t{4} << 20;  // small arrays in one message
 
+// Whether an array of a unit is better gathered in a message with others than by itself: small ones
+// are, and what the layout has joined, as one of those may be a single rank's. `registered`: the
+// parameter's number, if it has one.
+[[nodiscard]] bool shares_message(const BucketLayout& layout, std::optional<int> registered,
+                                  std::int64_t size_bytes);
+
 // Of an array, this shard rank's slice and how the replicas have it in parts.
 [[nodiscard]] CutArray replica_parts(const SliceOwner& owner, const BucketLayout& layout,
                                      int parameter, TensorView shard_slice);
@@ -75,6 +82,14 @@ struct UnitArrays {
 };
 [[nodiscard]] UnitArrays cut_unit(const SliceOwner& owner, const BucketLayout& layout,
                                   std::span<const FullArray> unit);
+
+// What gather_unit() takes for messages at most, for any one of these; their arrays need no memory.
+[[nodiscard]] std::int64_t unit_message_bytes(const SliceOwner& owner, const BucketLayout& layout,
+                                              std::span<const GatherUnit> units);
+
+// The same where the replicas' parts of this shard rank's slices are gathered, and no more.
+[[nodiscard]] std::int64_t parts_message_bytes(const SliceOwner& owner, const BucketLayout& layout,
+                                               std::span<const GatherUnit> units);
 
 // As gather_arrays(), on both groups.
 std::int64_t gather_unit(Groups& groups, const BucketLayout& layout,

@@ -58,6 +58,7 @@ class Planner {
     MemoryPlan plan_of_most;
     reducer::SliceOwner most;
     std::vector<HopNeed> hops;
+    hops.reserve(static_cast<std::size_t>(options_.shard));
     for (int s = 0; s < options_.shard; ++s) {
       hops.push_back(reducer::plan_hop(table_, reducer_, layout_, planned({s, 0, parts_})));
     }

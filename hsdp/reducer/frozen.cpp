@@ -94,7 +94,8 @@ Frozen::Frozen(const FrozenSetting& setting)
       scratch_.size_bytes() + groups.shard.reserved_bytes() + (hop_ ? hop_->reserved_bytes() : 0));
   const std::shared_ptr<IssueOrder::Issuer> issuer = add_issuer(groups);
   together(world, "start its lanes", [&] {
-    check_.emplace(options.verify_every, setting.parameters, *layout_, *memory_, groups);
+    const std::int64_t every = groups.parts > 1 ? 0 : options.verify_every;
+    check_.emplace(every, setting.parameters, *layout_, *memory_, groups);
     pipeline_.emplace(BucketPipeline::Setting{
         *layout_, *memory_, setting.outcome, setting.agreement, groups, options.replica_hop,
         reduction_of(options), options.missing, issuer, hop_ ? &*hop_ : nullptr, &*check_});

@@ -10,21 +10,13 @@ Reduction reduction_of(const ReducerOptions& options) {
   return options.reduction == "native" ? Reduction::kNative : Reduction::kExact;
 }
 
-// Where the replica hop is a reduce-scatter.
 void require_scattered_results(const ReducerOptions& options) {
-  if (!options.replica_hop->scatters()) {
-    throw UsageError({.where = "reducer: replica_hop",
-                      .expected = "a hop that scatters, as shard_over=\"mesh\" needs",
-                      .got = "'" + options.replica_hop->describe() +
-                             "', which gives every replica the whole total",
-                      .remedy = "use the plain hop, LocoHop, or shard_over=\"shard\""});
-  }
-  if (options.verify_every > 0) {
-    throw UsageError({.where = "reducer: verify_every",
-                      .expected = "results that every replica has",
-                      .got = "shard_over=\"mesh\", where each replica has its part",
-                      .remedy = "leave verify_every out, or use shard_over=\"shard\""});
-  }
+  if (options.replica_hop->scatters()) return;
+  throw UsageError({.where = "reducer: replica_hop",
+                    .expected = "a hop that scatters, as shard_over=\"mesh\" needs",
+                    .got = "'" + options.replica_hop->describe() +
+                           "', which gives every replica the whole total",
+                    .remedy = "use the plain hop, LocoHop, or shard_over=\"shard\""});
 }
 
 HopPlan make_hop_plan(const ParameterTable& parameters, const ReducerOptions& options,

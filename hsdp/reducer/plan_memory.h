@@ -30,7 +30,7 @@ struct PlannedRank {
 
 [[nodiscard]] Reduction reduction_of(const ReducerOptions& options);
 
-// UsageError for options that results sharded over the mesh do not go with.
+// UsageError for a hop that results sharded over the mesh do not go with.
 void require_scattered_results(const ReducerOptions& options);
 
 // `options` are complete, as agreed_options.h makes them, and `layout` is that of the parameters.

@@ -12,6 +12,7 @@
 #include "hsdp/compare.h"
 #include "hsdp/error.h"
 #include "hsdp/snapshot/snapshot_file.h"
+#include "hsdp/tools/check_digests.h"
 #include "hsdp/tools/check_facts.h"
 #include "hsdp/tools/check_html.h"
 #include "hsdp/tools/check_json.h"
@@ -103,6 +104,13 @@ ExitStatus validate(const CheckOptions& options, const Snapshot& a) {
   return validation.sound() ? ExitStatus::kSame : ExitStatus::kDifferent;
 }
 
+ExitStatus compare_runs(const CheckOptions& options) {
+  const DigestComparison comparison =
+      compare_digests(read_digests(options.a), read_digests(*options.b));
+  print(options.json ? dump(to_json(comparison), 2) + "\n" : to_text(comparison));
+  return comparison.first.empty() ? ExitStatus::kSame : ExitStatus::kDifferent;
+}
+
 ExitStatus check(int argc, const char* const* argv) {
   // Used until the command line is parsed, which may fail.
   bool json =
@@ -115,6 +123,7 @@ ExitStatus check(int argc, const char* const* argv) {
       print(options.message);
       return ExitStatus::kSame;
     }
+    if (options.digests) return compare_runs(options);
     check_report_path(options);
     report = options.html;
     const Snapshot a = Snapshot::open(options.a);

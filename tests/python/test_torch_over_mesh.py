@@ -348,10 +348,6 @@ def test_masters_that_were_written_to_reach_pinned_units_and_state_dicts(mesh: h
 
 @on_mesh(2, 2)
 def test_what_does_not_fit_says_why(mesh: hsdp.Mesh) -> None:
-    reducer = hsdp.Reducer(mesh, verify_every=2, shard_over="mesh")
-    reducer.register("w", (8,))
-    assert 'got shard_over="mesh"' in message_of(lambda: reducer.begin_microbatch(last=True))
-    reducer.close()
     run = Run(mesh, "mesh")
     run.step(0)
     assert "as in the steps so far" in message_of(lambda: run.reducer._set_shard_over("shard"))
@@ -367,6 +363,27 @@ def test_what_does_not_fit_says_why(mesh: hsdp.Mesh) -> None:
         Run(mesh, "mesh" if mesh.rank == 1 else "shard")
 
 
+def steps_with_a_flipped_bit(over: Any) -> list[str]:
+    """The errors of this rank."""
+    with hsdp.init_mesh(2, 2) as mesh:
+        run = Run(mesh, over, reducer_options={"verify_every": 1})
+        run.step(0)
+        run.step(1)
+        run.optimizer.wait_parameters()
+        if mesh.rank == 2:
+            weight: Any = run.model[2].weight
+            weight.data[3, 1] += 1
+        with pytest.raises(hsdp.MismatchError) as error:
+            run.step(2)
+        return [str(error.value), *map(str, error.value.ranks)]
+
+
+def test_parameters_are_compared(ranks: Launcher) -> None:
+    for over in OVERS:
+        for text, *at_fault in ranks(4, steps_with_a_flipped_bit, over):
+            assert "parameters after their gather '2.weight of digest" in text and at_fault == ["2"]
+
+
 @on_mesh(1, 2)
 def test_with_one_replica_it_is_the_shard_group(mesh: hsdp.Mesh) -> None:
     runs = both(mesh, lr=0.02)
@@ -374,3 +391,28 @@ def test_with_one_replica_it_is_the_shard_group(mesh: hsdp.Mesh) -> None:
         run.step(0)
     assert runs[0].reducer.slice("0.weight") == runs[1].reducer.slice("0.weight")
     assert runs[0].reducer.stats().carry_bytes == runs[1].reducer.stats().carry_bytes
+
+
+@on_mesh(2, 1)
+def test_an_optimizer_that_cannot_be_made_leaves_the_reducer_as_it_was(mesh: hsdp.Mesh) -> None:
+    model = make_model()
+    reducer = hsdp.Reducer(mesh, missing="zero")
+    reducer.attach(model)
+
+    bad_somewhere = torch.optim.LBFGS if mesh.rank == 1 else torch.optim.AdamW
+    for cls, kind in (
+        (torch.optim.LBFGS, hsdp.UsageError),
+        (bad_somewhere, (hsdp.StepAbortedError, hsdp.UsageError)[mesh.rank]),
+    ):
+        with pytest.raises(kind, match="LBFGS"):
+            ShardedOptimizer(cls, model, reducer, shard_over="mesh")
+        assert reducer.shard_over == "shard"
+    verifying = hsdp.Reducer(mesh, verify_every=2)
+    verifying.attach(other := make_model())
+    with pytest.raises(hsdp.UsageError, match='got shard_over="mesh"'):
+        ShardedOptimizer(torch.optim.AdamW, other, verifying, shard_over="mesh")
+    assert verifying.shard_over == "shard"
+    for one in (reducer, verifying):  # each replica has all of it
+        one.prepare()
+        assert one.slice("0.weight").count == 7 * 33
+        one.close()

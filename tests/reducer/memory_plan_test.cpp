@@ -253,7 +253,7 @@ TEST(MemoryPlan, HasTheMessagesOfUnits) {
       const std::int64_t planned = reducer.memory_plan().parameter_gather_bytes;
       static_cast<void>(gather.gather(0, arrays, {}));
       gather.wait(0);
-      static_cast<void>(gather.end());
+      gather.end({}).wait();
       EXPECT_EQ(reducer.memory_count().of(MemoryKind::kParameterGather).peak, planned);
       EXPECT_EQ(planned, shape.shard > 1 ? 4 * (37 + 70 * 60 + 11 * 13 + 1) : 0);
     });

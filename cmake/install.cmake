@@ -8,7 +8,7 @@ get_target_property(hsdp_library_type hsdp TYPE)
 file(RELATIVE_PATH hsdp_lib_from_bin /${CMAKE_INSTALL_BINDIR} /${CMAKE_INSTALL_LIBDIR})
 
 install(TARGETS hsdp EXPORT hsdpTargets)
-foreach(tool IN ITEMS hsdp_check hsdp_run)
+foreach(tool IN ITEMS hsdp_check hsdp_plan hsdp_run)
   if(TARGET ${tool})
     set_target_properties(${tool} PROPERTIES INSTALL_RPATH $ORIGIN/${hsdp_lib_from_bin})
     install(TARGETS ${tool})

@@ -20,6 +20,7 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/error.h
   hsdp/index_check.h
   hsdp/memory_count.h
+  hsdp/memory_plan.h
   hsdp/mesh.h
   hsdp/reducer.h
   hsdp/reducer_options.h

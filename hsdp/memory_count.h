@@ -37,6 +37,21 @@ class MemoryCount {
     change(*state_, kind, bytes);
     return {nullptr, [state = state_, kind, bytes](const void*) { change(*state, kind, -bytes); }};
   }
+  // Announces bytes that will be held at times while the announcement lives: for a MemoryPlan.
+  [[nodiscard]] Held expect(MemoryKind kind, std::int64_t bytes) const {
+    const auto announce = [](State& state, MemoryKind its_kind, std::int64_t its_bytes) {
+      const std::scoped_lock lock(state.mutex);
+      state.expected[static_cast<std::size_t>(its_kind)] += its_bytes;
+    };
+    announce(*state_, kind, bytes);
+    return {nullptr, [announce, state = state_, kind, bytes](const void*) {
+              announce(*state, kind, -bytes);
+            }};
+  }
+  [[nodiscard]] std::int64_t expected(MemoryKind kind) const {
+    const std::scoped_lock lock(state_->mutex);
+    return state_->expected[static_cast<std::size_t>(kind)];
+  }
   [[nodiscard]] Bytes of(MemoryKind kind) const {
     const std::scoped_lock lock(state_->mutex);
     return state_->kinds[static_cast<std::size_t>(kind)];
@@ -51,6 +66,7 @@ class MemoryCount {
   struct State {
     std::mutex mutex;
     std::array<Bytes, 9> kinds{};
+    std::array<std::int64_t, 9> expected{};
     Bytes all;
   };
   static void change(State& state, MemoryKind kind, std::int64_t bytes) {

@@ -10,6 +10,7 @@
 #include "hsdp/reducer/agreed_options.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/parameter_table.h"
+#include "hsdp/reducer/plan_memory.h"
 #include "hsdp/reducer/results.h"
 #include "hsdp/reducer/steps.h"
 #include "hsdp/reducer/together.h"
@@ -231,6 +232,34 @@ ReducerStats Reducer::stats() const {
   s.resident_bytes = memory.all().live;
   s.peak_resident_bytes = memory.all().peak;
   return s;
+}
+
+MemoryPlan Reducer::memory_plan(const MemoryUse& use) {
+  const reducer::ParameterTable& parameters = parts_->parameters;
+  if (parameters.size() == 0) {
+    throw UsageError({.where = "reducer: memory_plan",
+                      .expected = "registered parameters",
+                      .got = "none",
+                      .remedy = "attach a model or register parameters first"});
+  }
+  const ReducerOptions& options = parts_->options;
+  MemoryUse its_use = use;
+  const bool keeps_sums =
+      options.backwards == Backwards::kMany || parts_->steps.ledger().partial_sync() == Sync::kNone;
+  if (!use.local_sums && keeps_sums) its_use.local_sums = options.accumulate_dtype;
+  const reducer::PlannedRank rank = reducer::planned_rank(parts_->groups);
+  MemoryPlan plan = reducer::plan_memory(parameters, options, layout(), rank, its_use,
+                                         reducer::plan_hop(parameters, options, layout(), rank));
+  const MemoryCount& memory = parts_->memory;
+  plan.optimizer_bytes = memory.of(MemoryKind::kOptimizer).live;
+  plan.parameter_gather_bytes = memory.expected(MemoryKind::kParameterGather);
+  if (parts_->steps.frozen() != nullptr) {
+    plan.scratch_bytes = memory.of(MemoryKind::kScratch).live;  // with the engine's
+  }
+  plan.resident_bytes = plan.carry_bytes + plan.total_bytes + plan.staging_bytes +
+                        plan.accumulator_bytes + plan.replica_hop_state_bytes +
+                        plan.optimizer_bytes + plan.scratch_bytes;
+  return plan;
 }
 
 // What several Reducers clip by, checked.

@@ -52,6 +52,7 @@
 #include "hsdp/bucket_layout.h"
 #include "hsdp/device/stream.h"
 #include "hsdp/error.h"
+#include "hsdp/memory_plan.h"
 #include "hsdp/mesh.h"
 #include "hsdp/reducer_options.h"
 #include "hsdp/reducer_stats.h"
@@ -257,6 +258,11 @@ class Reducer {
   void add_party(std::weak_ptr<StepParty> party);
 
   [[nodiscard]] ReducerStats stats() const;
+  // What this rank will hold and send, to the byte as stats() counts it once steps have run. At any
+  // time after the parameters are registered. Local. Leaves out what depends on the run: retained
+  // gradients, and copies for snapshots. UsageError if no parameter is registered, and for options
+  // that prepare() would refuse.
+  [[nodiscard]] MemoryPlan memory_plan(const MemoryUse& use = {});
   [[nodiscard]] ReducerState state() const;  // never waits, in any phase
   [[nodiscard]] Device device() const;       // of the mesh
   [[nodiscard]] int shard_rank() const;      // of this process in its shard group

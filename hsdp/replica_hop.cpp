@@ -37,6 +37,14 @@ PlainScatter::PlainScatter(const HopPlan& plan, std::span<const std::optional<Dt
   }
 }
 
+HopNeed PlainScatter::need() const {
+  HopNeed need{.state_bytes = staging_bytes_};
+  for (const ReduceScatter& call : to_come_) {
+    need.wire_bytes += message_bytes(call.in.count, call.in.dtype, reduction_);
+  }
+  return need;
+}
+
 void PlainScatter::bind(Communicator& replicas) {
   if (staging_bytes_ > 0) {
     staging_ = replicas.allocate(staging_bytes_, Dtype::kU8);
@@ -83,22 +91,39 @@ ReduceScatter PlainScatter::call(const HopBucket& bucket) const {
   return args;
 }
 
+std::vector<std::optional<Dtype>> PlainHop::wires(const HopPlan& plan) const {
+  std::vector<std::optional<Dtype>> wires;
+  for (const Dtype wire : plan.wires) wires.emplace_back(replica_wire(wire, wire_));
+  return wires;
+}
+
+HopNeed PlainHop::need(const HopPlan& plan) const {
+  const std::vector<std::optional<Dtype>> sent = wires(plan);
+  if (!plan.cuts.empty()) return PlainScatter(plan, sent).need();
+  HopNeed need;
+  for (std::size_t b = 0; b < sent.size(); ++b) {
+    need.wire_bytes += 2 * message_bytes(plan.data[b].front().count, *sent[b], plan.reduction);
+  }
+  return need;
+}
+
 void PlainHop::prepare(const HopPlan& plan) {
   reduction_ = plan.reduction;
   to_come_.clear();
   scatter_.reset();
-  std::vector<std::optional<Dtype>> wires;
-  for (std::size_t b = 0; b < plan.ranges.size(); ++b) {
-    wires.emplace_back(replica_wire(plan.wires[b], wire_));
-    if (!plan.cuts.empty()) continue;
+  const std::vector<std::optional<Dtype>> sent = wires(plan);
+  if (!plan.cuts.empty()) {
+    scatter_.emplace(plan, sent);
+    return;
+  }
+  for (std::size_t b = 0; b < sent.size(); ++b) {
     for (const TensorView& data : plan.data[b]) {
       AllReduce& call = to_come_.emplace_back();
       call.data = data;
-      call.wire = wires.back();
+      call.wire = sent[b];
       call.reduction = reduction_;
     }
   }
-  if (!plan.cuts.empty()) scatter_.emplace(plan, wires);
 }
 
 void PlainHop::bind(Communicator scatter, Communicator /*gather*/) {

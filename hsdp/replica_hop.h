@@ -57,6 +57,13 @@ struct HopPlan {
   MemoryCount memory{};  // for what the hop keeps: MemoryKind::kReplicaHop
 };
 
+// What a hop takes for a plan, and what it sends when each bucket is reduced once.
+struct HopNeed {
+  std::int64_t staging_bytes = 0;  // MemoryKind::kStaging
+  std::int64_t state_bytes = 0;    // MemoryKind::kReplicaHop
+  std::int64_t wire_bytes = 0;     // messages, an all-reduce's twice
+};
+
 struct HopBucket {
   int bucket = 0;
   // fp32, or f64 of f64 gradients. In: the undivided shard-group sum. Out: the total over the
@@ -101,6 +108,12 @@ class ReplicaHop : public StepParty {
   // Whether it takes a plan with cuts. Where not, such a Reducer refuses it.
   [[nodiscard]] virtual bool scatters() const { return false; }
 
+  // What prepare() and bind() with that plan would take. Local, at any time; the plan's views have
+  // no addresses. Nothing, of a hop that does not say.
+  [[nodiscard]] virtual HopNeed need(const HopPlan& plan) const {
+    static_cast<void>(plan);
+    return {};
+  }
   // Local; takes memory. A throw is told to the other ranks, and the set-up may be tried again.
   // Comes again between steps when the owner's buckets change, as replica_hook's do where
   // parameters are frozen.
@@ -152,6 +165,8 @@ class PlainScatter {
  public:
   // `wires`: of each bucket of the plan; none: the bucket never comes. Takes no memory.
   PlainScatter(const HopPlan& plan, std::span<const std::optional<Dtype>> wires);
+  // Before bind(): what it takes, and what its calls send.
+  [[nodiscard]] HopNeed need() const;
   // Collective: takes the memory that the rows are rounded into.
   void bind(Communicator& replicas);
 
@@ -186,11 +201,14 @@ class PlainHop final : public ReplicaHop {
   [[nodiscard]] bool has_state() const override { return false; }
   [[nodiscard]] bool needs_gather_group() const override { return false; }
   [[nodiscard]] bool scatters() const override { return true; }
+  [[nodiscard]] HopNeed need(const HopPlan& plan) const override;
   void prepare(const HopPlan& plan) override;
   void bind(Communicator scatter, Communicator gather) override;
   Event reduce(const HopBucket& bucket, Stream& stream) override;
 
  private:
+  [[nodiscard]] std::vector<std::optional<Dtype>> wires(const HopPlan& plan) const;
+
   std::optional<Dtype> wire_;
   Reduction reduction_ = Reduction::kExact;
   std::vector<AllReduce> to_come_;       // between prepare() and bind()

@@ -16,6 +16,26 @@ ErrorStates::Extent extent_of(const GroupMap& map, int owner) {
   return {end.position - begin.position, end.group - begin.group};
 }
 
+std::vector<ErrorStates::Extent> sent_extents(std::span<const GroupMap> maps) {
+  std::vector<ErrorStates::Extent> sent;
+  for (const GroupMap& map : maps) sent.push_back({map.element_count(), map.group_count()});
+  return sent;
+}
+
+// For any replica.
+std::vector<ErrorStates::Extent> owned_extents(std::span<const GroupMap> maps) {
+  std::vector<ErrorStates::Extent> owned;
+  for (const GroupMap& map : maps) {
+    ErrorStates::Extent& most = owned.emplace_back();
+    for (int r = 0; r < map.owners(); ++r) {
+      const ErrorStates::Extent extent = extent_of(map, r);
+      most.elements = std::max(most.elements, extent.elements);
+      most.groups = std::max(most.groups, extent.groups);
+    }
+  }
+  return owned;
+}
+
 ErrorState moved(const ErrorState& errors, std::int64_t elements, std::int64_t groups) {
   ErrorState result = errors;
   if (errors.codes != nullptr) result.codes += elements;
@@ -51,23 +71,17 @@ HopErrors::HopErrors(const Kind& kind, const HopPlan& plan, std::vector<std::str
       maps_(std::move(maps)),
       device_(plan.device),
       replicas_(plan.replicate_size) {
-  std::vector<ErrorStates::Extent> sent;
-  std::vector<ErrorStates::Extent> owned;
-  for (const GroupMap& map : maps_) {
-    sent.push_back({map.element_count(), map.group_count()});
-    if (!kind_.gathered) continue;
-    ErrorStates::Extent most;
-    for (int r = 0; r < map.owners(); ++r) {
-      const ErrorStates::Extent extent = extent_of(map, r);
-      most.elements = std::max(most.elements, extent.elements);
-      most.groups = std::max(most.groups, extent.groups);
-    }
-    owned.push_back(most);
+  scattered_ = std::make_unique<ErrorStates>(kind_.dtype, sent_extents(maps_), device_);
+  if (kind_.gathered) {
+    gathered_ = std::make_unique<ErrorStates>(kind_.dtype, owned_extents(maps_), device_);
   }
-  scattered_ = std::make_unique<ErrorStates>(kind_.dtype, sent, device_);
-  if (kind_.gathered) gathered_ = std::make_unique<ErrorStates>(kind_.dtype, owned, device_);
-  held_ = plan.memory.hold(MemoryKind::kReplicaHop, 2 * (ErrorStates::bytes(kind_.dtype, sent) +
-                                                         ErrorStates::bytes(kind_.dtype, owned)));
+  held_ = plan.memory.hold(MemoryKind::kReplicaHop, bytes(kind_, maps_));
+}
+
+std::int64_t HopErrors::bytes(const Kind& kind, std::span<const GroupMap> maps) {
+  const std::int64_t owned =
+      kind.gathered ? ErrorStates::bytes(kind.dtype, owned_extents(maps)) : 0;
+  return 2 * (ErrorStates::bytes(kind.dtype, sent_extents(maps)) + owned);
 }
 
 LocoExchange::Errors HopErrors::next(std::size_t window, bool cleared,

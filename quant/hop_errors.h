@@ -32,6 +32,9 @@ class HopErrors {
   HopErrors(const Kind& kind, const HopPlan& plan, std::vector<std::string> names,
             std::vector<GroupMap> maps);
 
+  // What the errors of such windows take.
+  [[nodiscard]] static std::int64_t bytes(const Kind& kind, std::span<const GroupMap> maps);
+
   void set_replica(int replica) { replica_ = replica; }
   [[nodiscard]] int replicas() const { return replicas_; }
 

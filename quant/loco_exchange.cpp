@@ -108,29 +108,35 @@ std::span<const GroupTile> LocoWindow::own_tiles(int replica) const {
   return tiles.subspan(first, map.begin(replica + 1).tile - first);
 }
 
+ExchangeNeed exchange_need(std::span<const LocoWindow> windows, const ExchangeFormats& formats,
+                           Device device) {
+  ExchangeNeed need;
+  for (const LocoWindow& window : windows) {
+    const RowCut& cut = window.scattered.cut();
+    need.scattered = std::max(need.scattered, cut.count());
+    need.wire += cut.count();
+    for (int r = 0; r < cut.size(); ++r) {
+      need.received = std::max(need.received, cut.size() * cut.length(r));
+    }
+    if (!formats.gathers) continue;
+    need.gathered = std::max(need.gathered, window.gathered.cut().count());
+    need.wire += window.gathered.cut().count();
+  }
+  need.slots = std::min(device.type == DeviceType::kHost ? kHostSlots : kCudaSlots, windows.size());
+  return need;
+}
+
 LocoExchange::LocoExchange(std::vector<LocoWindow> windows, const ExchangeFormats& formats,
                            Device device, const MemoryCount& memory)
     : windows_(std::move(windows)), formats_(formats), device_(device) {
-  std::int64_t scattered = 0;
-  std::int64_t received = 0;
-  std::int64_t gathered = 0;
-  for (const LocoWindow& window : windows_) {
-    const RowCut& cut = window.scattered.cut();
-    scattered = std::max(scattered, cut.count());
-    for (int r = 0; r < cut.size(); ++r) {
-      received = std::max(received, cut.size() * cut.length(r));
-    }
-    if (formats_.gathers) gathered = std::max(gathered, window.gathered.cut().count());
-  }
-  slots_.resize(
-      std::min(device.type == DeviceType::kHost ? kHostSlots : kCudaSlots, windows_.size()));
+  const ExchangeNeed need = exchange_need(windows_, formats_, device);
+  slots_.resize(need.slots);
   for (Slot& slot : slots_) {
-    slot.scattered = Buffer(device, static_cast<std::size_t>(scattered));
-    slot.received = Buffer(device, static_cast<std::size_t>(received));
-    slot.gathered = Buffer(device, static_cast<std::size_t>(gathered));
+    slot.scattered = Buffer(device, static_cast<std::size_t>(need.scattered));
+    slot.received = Buffer(device, static_cast<std::size_t>(need.received));
+    slot.gathered = Buffer(device, static_cast<std::size_t>(need.gathered));
   }
-  held_ = memory.hold(MemoryKind::kStaging,
-                      static_cast<std::int64_t>(slots_.size()) * (scattered + received + gathered));
+  held_ = memory.hold(MemoryKind::kStaging, need.staging());
 }
 
 void LocoExchange::bind(Communicator scatter, Communicator gather) {

@@ -63,6 +63,22 @@ struct LocoWindow {
     std::span<const ParameterRange> ranges, int group_size, std::int64_t window_elements,
     const RowCut& parts);
 
+// The sizes of messages in bytes.
+struct ExchangeNeed {
+  // Of the buffers of a window in flight, and how many of these there are.
+  std::int64_t scattered = 0;
+  std::int64_t received = 0;
+  std::int64_t gathered = 0;
+  std::size_t slots = 0;
+  std::int64_t wire = 0;  // of all windows, in both halves
+
+  [[nodiscard]] std::int64_t staging() const {
+    return static_cast<std::int64_t>(slots) * (scattered + received + gathered);
+  }
+};
+[[nodiscard]] ExchangeNeed exchange_need(std::span<const LocoWindow> windows,
+                                         const ExchangeFormats& formats, Device device);
+
 class LocoExchange {
  public:
   LocoExchange(std::vector<LocoWindow> windows, const ExchangeFormats& formats, Device device,

@@ -69,9 +69,18 @@ struct LocoHop::Parts {
     return options.error_every > 0 && steps % options.error_every == 0;
   }
   void require_patterns_match(const HopPlan& plan);
-  [[nodiscard]] std::vector<LocoWindow> lay_out(const HopPlan& plan);
+  // How a plan's buckets travel.
+  struct LaidOut {
+    ExchangeFormats formats;
+    std::vector<BucketWindows> buckets;
+    std::vector<LocoWindow> windows;
+  };
+  // `tables`: where the windows' tables are to be.
+  [[nodiscard]] LaidOut lay_out(const HopPlan& plan, Device tables) const;
   [[nodiscard]] std::vector<AllReduce> excluded_sums(const HopPlan& plan) const;
-  [[nodiscard]] PlainScatter plain_scatter(const HopPlan& plan) const;
+  [[nodiscard]] PlainScatter plain_scatter(const HopPlan& plan,
+                                           const std::vector<BucketWindows>& its_buckets) const;
+  [[nodiscard]] HopErrors::Kind kind_of_errors(const ExchangeFormats& its_formats) const;
   [[nodiscard]] std::unique_ptr<HopErrors> new_errors(const HopPlan& plan) const;
   void take_errors_along();
   void move_errors();
@@ -177,34 +186,34 @@ void LocoHop::Parts::require_patterns_match(const HopPlan& plan) {
   }
 }
 
-std::vector<LocoWindow> LocoHop::Parts::lay_out(const HopPlan& plan) {
+LocoHop::Parts::LaidOut LocoHop::Parts::lay_out(const HopPlan& plan, Device tables) const {
   const std::int64_t window_elements =
       plan.device.type == DeviceType::kHost ? kHostWindowElements : kCudaWindowElements;
-  std::vector<LocoWindow> windows;
-  buckets.clear();
+  LaidOut laid{.formats = formats};
+  laid.formats.gathers = plan.cuts.empty();
+  std::vector<LocoWindow>& windows = laid.windows;
   for (std::size_t b = 0; b < plan.ranges.size(); ++b) {
     BucketWindows bucket{.first = windows.size()};
     std::vector<ParameterRange> quantized;
     for (const ParameterRange& range : plan.ranges[b]) {
       const auto p = static_cast<std::size_t>(range.parameter);
-      const bool is_plain =
-          quant::is_excluded(options, names[p]) || plan.parameters[p].dtype == Dtype::kF64;
+      const bool is_plain = quant::is_excluded(options, plan.parameters[p].name) ||
+                            plan.parameters[p].dtype == Dtype::kF64;
       if (range.count > 0) (is_plain ? bucket.excluded : quantized).push_back(range);
     }
     bucket.is_excluded = quantized.empty() && !bucket.excluded.empty();
     const int size = options.group_size;
-    const RowCut* const cut = formats.gathers ? nullptr : &plan.cuts[b];
+    const RowCut* const cut = laid.formats.gathers ? nullptr : &plan.cuts[b];
     for (std::vector<ParameterRange>& runs :
          cut ? cut_into_windows(quantized, size, window_elements, *cut)
              : cut_into_windows(quantized, size, window_elements)) {
       GroupMap map = cut ? GroupMap(runs, size, *cut) : GroupMap(runs, size, plan.replicate_size);
-      windows.emplace_back(std::move(runs), std::move(map), formats, plan.device);
+      windows.emplace_back(std::move(runs), std::move(map), laid.formats, tables);
     }
     bucket.end = windows.size();
-    buckets.push_back(std::move(bucket));
+    laid.buckets.push_back(std::move(bucket));
   }
-  repeats.assign(buckets.size(), 0);
-  return windows;
+  return laid;
 }
 
 std::vector<AllReduce> LocoHop::Parts::excluded_sums(const HopPlan& plan) const {
@@ -218,21 +227,49 @@ std::vector<AllReduce> LocoHop::Parts::excluded_sums(const HopPlan& plan) const 
   return calls;
 }
 
-PlainScatter LocoHop::Parts::plain_scatter(const HopPlan& plan) const {
+PlainScatter LocoHop::Parts::plain_scatter(const HopPlan& plan,
+                                           const std::vector<BucketWindows>& its_buckets) const {
   std::vector<std::optional<Dtype>> wires(plan.wires.begin(), plan.wires.end());
   for (std::size_t b = 0; b < wires.size(); ++b) {
-    if (!buckets[b].is_excluded && options.warmup_steps == 0) wires[b].reset();
+    if (!its_buckets[b].is_excluded && options.warmup_steps == 0) wires[b].reset();
   }
   return PlainScatter(plan, wires);
 }
 
+HopErrors::Kind LocoHop::Parts::kind_of_errors(const ExchangeFormats& its_formats) const {
+  return {.dtype = options.error_dtype,
+          .group_size = options.group_size,
+          .beta = options.err_beta,
+          .gathered = its_formats.gathers && its_formats.gathered.code != Code::kBf16};
+}
+
 std::unique_ptr<HopErrors> LocoHop::Parts::new_errors(const HopPlan& plan) const {
   if (!options.error_feedback) return nullptr;
-  const HopErrors::Kind kind{.dtype = options.error_dtype,
-                             .group_size = options.group_size,
-                             .beta = options.err_beta,
-                             .gathered = formats.gathers && formats.gathered.code != Code::kBf16};
-  return std::make_unique<HopErrors>(kind, plan, names, maps_of(exchange->windows()));
+  return std::make_unique<HopErrors>(kind_of_errors(formats), plan, names,
+                                     maps_of(exchange->windows()));
+}
+
+HopNeed LocoHop::need(const HopPlan& plan) const {
+  const Parts& parts = *parts_;
+  const Parts::LaidOut laid = parts.lay_out(plan, {});
+  const ExchangeNeed exchange = exchange_need(laid.windows, laid.formats, plan.device);
+  HopNeed need{.staging_bytes = exchange.staging(), .wire_bytes = exchange.wire};
+  if (parts.options.error_feedback) {
+    need.state_bytes = HopErrors::bytes(parts.kind_of_errors(laid.formats), maps_of(laid.windows));
+  }
+  if (!laid.formats.gathers) {
+    need.state_bytes += parts.plain_scatter(plan, laid.buckets).need().state_bytes;
+  }
+  for (std::size_t b = 0; b < laid.buckets.size(); ++b) {
+    const Parts::BucketWindows& bucket = laid.buckets[b];
+    std::int64_t count = bucket.is_excluded ? plan.data[b].front().count : 0;
+    if (!bucket.is_excluded) {
+      for (const ParameterRange& range : bucket.excluded) count += range.count;
+    }
+    need.wire_bytes +=
+        (laid.formats.gathers ? 2 : 1) * message_bytes(count, plan.wires[b], plan.reduction);
+  }
+  return need;
 }
 
 void LocoHop::prepare(const HopPlan& plan) {
@@ -243,20 +280,23 @@ void LocoHop::prepare(const HopPlan& plan) {
   parts.errors.reset();
   parts.exchange.reset();
   parts.plain.reset();
-  parts.formats.gathers = plan.cuts.empty();
   parts.names = names_of(plan);
   parts.counts.clear();
   for (const HopParameter& parameter : plan.parameters) {
     parts.counts[parameter.name] = element_count(parameter.shape);
   }
   parts.reduction = plan.reduction;
-  parts.exchange =
-      std::make_unique<LocoExchange>(parts.lay_out(plan), parts.formats, plan.device, plan.memory);
+  Parts::LaidOut laid = parts.lay_out(plan, plan.device);
+  parts.formats = laid.formats;
+  parts.buckets = std::move(laid.buckets);
+  parts.repeats.assign(parts.buckets.size(), 0);
+  parts.exchange = std::make_unique<LocoExchange>(std::move(laid.windows), parts.formats,
+                                                  plan.device, plan.memory);
   if (parts.formats.gathers) {
     parts.sums = parts.excluded_sums(plan);
   } else {
     parts.sums.clear();
-    parts.plain = parts.plain_scatter(plan);
+    parts.plain = parts.plain_scatter(plan, parts.buckets);
   }
   parts.errors = parts.new_errors(plan);
   parts.figures = HopFigures(parts.names, maps_of(parts.exchange->windows()), parts.formats.gathers,

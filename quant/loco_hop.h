@@ -62,6 +62,7 @@ class LocoHop final : public ReplicaHop {
   [[nodiscard]] bool needs_gather_group() const override;
   [[nodiscard]] std::int64_t slice_multiple() const override;
   [[nodiscard]] int bucket_class(const HopParameter& parameter) const override;
+  [[nodiscard]] HopNeed need(const HopPlan& plan) const override;  // after the warm-up
   void prepare(const HopPlan& plan) override;
   void bind(Communicator scatter, Communicator gather) override;
   void set_unused() override;  // discards all errors

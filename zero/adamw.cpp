@@ -91,7 +91,7 @@ struct AdamW::Parts {
 
 // Checks everything, and gives the slices their moments.
 void AdamW::Parts::lay_out() {
-  std::int64_t room = 0;
+  std::int64_t bytes = 0;
   for (const AdamWParameter& parameter : parameters) {
     const std::int64_t count = reducer.slice(parameter.name).count;
     check_slice(parameter, count, reducer.device());
@@ -101,9 +101,8 @@ void AdamW::Parts::lay_out() {
                         .expected = "every parameter once",
                         .got = "'" + parameter.name + "' twice"});
     }
-    room += 2 * moment_room(count);
+    bytes += moment_bytes(count);
   }
-  const std::int64_t bytes = room * static_cast<std::int64_t>(sizeof(float));
   moments = Buffer(reducer.device(), static_cast<std::size_t>(bytes));
   held = ReducerInternal(reducer).memory_count().hold(MemoryKind::kOptimizer, bytes);
   clock_memory = Buffer(reducer.device(), sizeof(AdamWClock));
@@ -134,6 +133,10 @@ AdamW::AdamW(Reducer& reducer, std::vector<AdamWParameter> parameters, const Ada
 }
 
 AdamW::~AdamW() = default;
+
+std::int64_t AdamW::moment_bytes(std::int64_t slice_count) {
+  return 2 * moment_room(slice_count) * static_cast<std::int64_t>(sizeof(float));
+}
 
 void AdamW::update(Stream& stream, const AdamWUpdate& how) {
   parts_->require_device(stream);

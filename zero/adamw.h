@@ -80,6 +80,9 @@ class AdamW {
   AdamW(const AdamW&) = delete;
   AdamW& operator=(const AdamW&) = delete;
 
+  // What the moments of a slice of so many elements take.
+  [[nodiscard]] static std::int64_t moment_bytes(std::int64_t slice_count);
+
   // By the gradients of the finished step.
   void update(Stream& stream, const AdamWUpdate& how = {});
 

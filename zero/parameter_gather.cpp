@@ -63,6 +63,7 @@ struct ParameterGather::Parts {
   std::vector<GatherUnit> units;
   ScratchReserve scratch;  // of a unit's message
   MemoryCount::Held scratch_held;
+  MemoryCount::Held expected;                          // messages
   std::vector<std::vector<int>> members;               // of the units
   std::vector<int> unit_of;                            // [index], -1: no elements
   std::unordered_map<int, const TensorView*> masters;  // by number of registration
@@ -117,6 +118,11 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
       unit_of[static_cast<std::size_t>(of_unit.back())] = static_cast<int>(u);
     }
   }
+  const reducer::SliceOwner owner{reducer.shard_rank(), 0, reducer.slice_parts()};
+  expected = memory.expect(MemoryKind::kParameterGather,
+                           completes == Completes::kParameters
+                               ? reducer::unit_message_bytes(owner, layout, units)
+                               : reducer::parts_message_bytes(owner, layout, units));
   gathered.resize(units.size());
   times.resize(units.size());
   if (ReducerInternal(reducer).verify_every() > 0 && completes == Completes::kParameters) {
@@ -149,7 +155,7 @@ void ParameterGather::Parts::gather(std::size_t unit, CallLabel label, Stream& s
     bytes += static_cast<std::int64_t>(full.array.size_in_bytes());
     Slice own = layout.slice(full.parameter, owner.slice_rank());
     if (completes == Completes::kShardSlices) {
-      shards.push_back(reducer::replica_parts(groups, layout, full.parameter, full.array));
+      shards.push_back(reducer::replica_parts(owner, layout, full.parameter, full.array));
       own.offset = shards.back().cut.begin(owner.part);
     }
     const auto master = masters.find(full.parameter);

@@ -114,8 +114,7 @@ void require_stored(const UnitParameter& one, bool is_registered, std::int64_t c
   require_master(where, stored, count, one.dtype, device);
 }
 
-// What a layout has joined is in one message, as one of them may be a single rank's; so are
-// small ones.
+// Those that share a message are in the first one.
 std::vector<std::vector<std::size_t>> messages_of(const BucketLayout& layout,
                                                   std::span<const Part> parts,
                                                   std::span<const std::optional<int>> registered) {
@@ -123,8 +122,7 @@ std::vector<std::vector<std::size_t>> messages_of(const BucketLayout& layout,
   for (std::size_t p = 0; p < parts.size(); ++p) {
     const std::int64_t size = size_of(parts[p].parameter);
     if (size == 0) continue;
-    const bool is_joined = registered[p] && layout.join_of(*registered[p]).has_value();
-    if (is_joined || size < reducer::kDirectGatherBytes) {
+    if (reducer::shares_message(layout, registered[p], size)) {
       messages.front().push_back(p);
     } else {
       messages.push_back({p});
@@ -146,6 +144,7 @@ struct UnitGather::Parts {
 
   // Checks everything. What all ranks must agree on, in lines.
   std::vector<std::string> prepare(Reducer& reducer, std::vector<ParameterUnit> given);
+  [[nodiscard]] std::int64_t message_bytes() const;
   Unit& at(int unit);
   // A round that a record foretells, or one in which the ranks ask each other.
   Event gather(int unit, std::vector<TensorView> arrays);
@@ -185,6 +184,7 @@ struct UnitGather::Parts {
   MemoryCount memory;
   Device device;
   std::vector<Unit> units;
+  MemoryCount::Held expected;                            // messages
   std::function<std::vector<Event>(int unit)> arrivals;  // or none
   Event updated;  // what the rounds that this thread gives come after
   RoundRecords records;
@@ -225,7 +225,25 @@ std::vector<std::string> UnitGather::Parts::prepare(Reducer& reducer,
     }
     mine.messages = messages_of(layout, mine.parts, registered);
   }
+  expected = memory.expect(MemoryKind::kParameterGather, message_bytes());
   return lines;
+}
+
+// Of the largest one.
+std::int64_t UnitGather::Parts::message_bytes() const {
+  std::int64_t most = 0;
+  for (const Unit& unit : units) {
+    for (const std::vector<std::size_t>& message : unit.messages) {
+      std::vector<CutArray> together;
+      for (const std::size_t p : message) {
+        const Part& part = unit.parts[p];
+        together.push_back(
+            {{nullptr, part.parameter.count, part.parameter.dtype, device}, part.cut});
+      }
+      most = std::max(most, reducer::gather_message_bytes(shard_size, together));
+    }
+  }
+  return most;
 }
 
 Unit& UnitGather::Parts::at(int unit) {

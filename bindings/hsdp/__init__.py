@@ -20,6 +20,7 @@ from hsdp.comparison import Comparison, ErrorHistogram, ParameterDifference, com
 from hsdp.errors import (
     Error, MismatchError, PeerLostError, SnapshotError, StepAbortedError, TimeoutError, UsageError,
 )
+from hsdp.memory_plan import MemoryPlan
 from hsdp.mesh import Mesh, init_mesh, job_size
 from hsdp.parameter import Balance, Parameter, Slice
 from hsdp.reducer import Microbatch, Reducer, Step, clip_grad_norm_
@@ -39,6 +40,7 @@ __all__ = [
     "Comparison",
     "Error",
     "ErrorHistogram",
+    "MemoryPlan",
     "Mesh",
     "Microbatch",
     "MismatchError",

@@ -251,6 +251,9 @@ class Reducer:
     def set_loss_scale(self, scale: float) -> None: ...
     def divide_by_tokens(self, count: int) -> None: ...
     def stats(self) -> dict[str, Any]: ...
+    def memory_plan(self, local_sums: str | None, totals: bool) -> dict[str, int]:
+        """The fields of a MemoryPlan, without states that an optimizer has yet to make."""
+
     def hold_optimizer_bytes(self, count: int) -> HeldBytes:
         """Counts newly allocated bytes in stats().optimizer_bytes."""
 

@@ -34,6 +34,8 @@ class ReducerInternals:
         self._shard_over: ShardOver = shard_over
         self._closed = False
         self._attachments: list[Attachment] = []
+        # ShardedOptimizers that have its parameters: what memory they will take is asked of them.
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._is_agreed = True  # whether attachments are known to be the same on every rank
         # Called before the ranks compare their words, and may change them.
         self._before_words = WeakCalls()

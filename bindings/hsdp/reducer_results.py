@@ -14,7 +14,9 @@ from hsdp.array import Array, TensorOrArray
 from hsdp.attachment import Attachment
 from hsdp.errors import UsageError
 from hsdp.framework import DeviceMesh, DTensor, of_torch
+from hsdp.memory_plan import MemoryPlan
 from hsdp.named_errors import naming_itself
+from hsdp.options import AccumulateDtype
 from hsdp.parameter import Balance, Slice, warn_of_no_gradients
 from hsdp.reducer_internals import ReducerInternals
 from hsdp.reducer_stats import ControlLink, ReducerStats
@@ -178,6 +180,28 @@ class ReducerResults(ReducerInternals):
         stats = self._handle.stats()
         links = tuple(ControlLink(*link) for link in stats.pop("control_links"))
         return ReducerStats(**stats, control_links=links)
+
+    def memory_plan(
+        self, local_sums: AccumulateDtype | None = None, totals: bool = False
+    ) -> MemoryPlan:
+        """What this rank will hold and send, to the byte as `stats()` counts it once steps have run.
+        Local, and takes no memory: call it as soon as a model is attached or parameters are registered
+        (UsageError before that), and after making the ShardedOptimizer if there is one.
+
+        - `local_sums`: the dtype of local sums, if steps have microbatches with sync="none" or windows
+          in which the Reducer adds up. Default: those that backwards="many" or
+          set_partial_sync("none"), so stage 1, keep.
+        - `totals`: whether some groups are reduced over the replicas before the step ends.
+
+        It leaves out what depends on the run: gradients that wait for a staging bucket
+        (`retained_bytes`), copies for snapshots, and work memory for units of stage 3 that only other
+        ranks ask for.
+        """
+        fields = self._handle.memory_plan(local_sums, totals)
+        to_come = sum(optimizer._state_bytes_to_come(self) for optimizer in self._optimizers)
+        fields["optimizer_bytes"] += to_come
+        fields["resident_bytes"] += to_come
+        return MemoryPlan(**fields)
 
     def save_snapshot(self, path: str | os.PathLike[str], step: int) -> None:
         """Writes this rank's file of the result (or of what is pending) into the folder `path`.

@@ -78,8 +78,13 @@ class ReducerStats:
     def __str__(self) -> str:
         rows = dataclasses.asdict(self)
         del rows["control_links"]
-        width = max(map(len, rows))
-        return "\n".join(f"{key:<{width}}  {_text(key, value)}" for key, value in rows.items())
+        return rows_text(rows)
+
+
+def rows_text(rows: dict[str, int | str]) -> str:
+    """A line for each, with large bytes in MiB, too."""
+    width = max(map(len, rows))
+    return "\n".join(f"{key:<{width}}  {_text(key, value)}" for key, value in rows.items())
 
 
 def _text(key: str, value: int | str) -> str:

@@ -295,6 +295,17 @@ py::dict stats(const Handle& self) {
   return d;
 }
 
+py::dict memory_plan(const Handle& self, const OptionalText& local_sums, bool totals) {
+  MemoryUse use{.totals = totals};
+  if (local_sums) {
+    use.local_sums = choose("memory_plan: local_sums", *local_sums, choices(AccumulateDtype{}));
+  }
+  py::dict d;
+  visit_fields(self.reducer().memory_plan(use),
+               [&d](const char* name, std::int64_t value) { d[name] = value; });
+  return d;
+}
+
 // Bytes that count until Python releases this object.
 struct HeldBytes {
   MemoryCount::Held held;
@@ -328,6 +339,7 @@ void bind_settings(Class& bound) {
       .def("divide_by_tokens",
            [](const Handle& self, std::int64_t count) { self.reducer().divide_by_tokens(count); })
       .def("stats", stats)
+      .def("memory_plan", memory_plan)
       .def("hold_optimizer_bytes", hold_optimizer_bytes)
       .def("step_number", [](const Handle& self) { return self.reducer().state().step; })
       .def("has_gradient", [](const Handle& self,

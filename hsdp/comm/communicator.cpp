@@ -41,10 +41,6 @@ void check_reduction(Reduction reduction, const Communicator::Engine& engine) {
 }
 
 // The dtype on the wire.
-Dtype sent_dtype(Reduction reduction, Dtype wire) {
-  return reduction == Reduction::kNative && sums_in_f32(wire) ? Dtype::kF32 : wire;
-}
-
 comm::GroupShape shape(const Communicator& group) { return {group.rank(), group.size()}; }
 
 // A group of one sends and rounds nothing: it only runs the kernel.
@@ -76,6 +72,11 @@ std::string_view name(Transport transport) {
   return kNames[static_cast<std::size_t>(transport)];
 }
 
+std::int64_t message_bytes(std::int64_t count, Dtype wire, Reduction reduction) {
+  const bool in_f32 = reduction == Reduction::kNative && sums_in_f32(wire);
+  return count * static_cast<std::int64_t>(size_bytes(in_f32 ? Dtype::kF32 : wire));
+}
+
 int Communicator::rank() const { return engine_ ? engine_->rank() : -1; }
 
 int Communicator::size() const {
@@ -100,9 +101,8 @@ void Communicator::reduce_scatter(const ReduceScatter& args, Stream stream) {
     comm::run_on_stream(stream, [full] { sum_alone(full); });
     return;
   }
-  engine.count(CollectiveKind::kReduceScatter,
-               static_cast<std::size_t>(args.in.count) *
-                   size_bytes(sent_dtype(args.reduction, args.in.dtype)));
+  engine.count(CollectiveKind::kReduceScatter, static_cast<std::size_t>(message_bytes(
+                                                   args.in.count, args.in.dtype, args.reduction)));
   engine.reduce_scatter(full, stream);
 }
 
@@ -116,9 +116,9 @@ void Communicator::all_reduce(const AllReduce& args, Stream stream) {
     comm::run_on_stream(stream, [alone] { sum_alone(alone); });
     return;
   }
-  const Dtype wire = sent_dtype(args.reduction, args.wire.value_or(args.data.dtype));
+  const Dtype wire = args.wire.value_or(args.data.dtype);
   engine.count(CollectiveKind::kAllReduce,
-               static_cast<std::size_t>(args.data.count) * size_bytes(wire));
+               static_cast<std::size_t>(message_bytes(args.data.count, wire, args.reduction)));
   engine.all_reduce(args, stream);
 }
 

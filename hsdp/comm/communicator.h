@@ -123,6 +123,9 @@ struct CollectiveCounts {
   }
 };
 
+// The size of a sum's message of so many elements: what CollectiveCounts counts.
+[[nodiscard]] std::int64_t message_bytes(std::int64_t count, Dtype wire, Reduction reduction);
+
 class Communicator {
  public:
   class Engine;  // hsdp/comm/engine.h

@@ -114,6 +114,8 @@ void check_options(const ReducerOptions& options, Device device, std::string_vie
   }
 }
 
+}  // namespace
+
 ReducerOptions with_defaults(ReducerOptions options, Device device, int rank_count) {
   if (!options.replica_hop) options.replica_hop = std::make_shared<PlainHop>();
   if (!options.bucket_bytes) {
@@ -121,8 +123,6 @@ ReducerOptions with_defaults(ReducerOptions options, Device device, int rank_cou
   }
   return options;
 }
-
-}  // namespace
 
 void check_description(const std::string& text) {
   if (!text.empty() && is_line(text)) return;

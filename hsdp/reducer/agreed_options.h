@@ -13,6 +13,9 @@ struct AgreedOptions {
   std::string snapshot_id;  // random, the same on every rank
 };
 
+// With a hop, and the default bucket_bytes of a mesh.
+[[nodiscard]] ReducerOptions with_defaults(ReducerOptions options, Device device, int rank_count);
+
 // Collective over the world. Options that are wrong on one rank are a UsageError there, and a
 // StepAbortedError naming it on the others; options that differ are a MismatchError on all.
 [[nodiscard]] AgreedOptions agree_on_options(ReducerOptions options, Device device,

@@ -12,15 +12,12 @@
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/compare_lines.h"
+#include "hsdp/reducer/plan_memory.h"
 #include "hsdp/reducer/scratch_need.h"
 #include "hsdp/reducer/together.h"
 
 namespace hsdp::reducer {
 namespace {
-
-Reduction reduction_of(const ReducerOptions& options) {
-  return options.reduction == "native" ? Reduction::kNative : Reduction::kExact;
-}
 
 void compare_registrations(const ParameterTable& parameters, Communicator& world) {
   constexpr auto kRemedy =
@@ -50,50 +47,6 @@ void compare_registrations(const ParameterTable& parameters, Communicator& world
                        .got = difference->got + " on " + rank,
                        .remedy = kRemedy},
                       ranks);
-}
-
-HopPlan hop_plan(const FrozenSetting& setting, const BucketLayout& layout,
-                 const GradientMemory& memory) {
-  HopPlan plan;
-  for (int p = 0; p < setting.parameters.size(); ++p) {
-    plan.parameters.push_back(setting.parameters.hop_parameter(p));
-  }
-  for (int b = 0; b < static_cast<int>(layout.buckets().size()); ++b) {
-    const Bucket& bucket = layout.buckets()[static_cast<std::size_t>(b)];
-    std::vector<ParameterRange>& ranges = plan.ranges.emplace_back();
-    const int parts = setting.groups.parts;
-    const int first = setting.groups.shard.rank() * parts;
-    const RowCut cut = layout.rows(b).rows(first, parts);
-    for (int part = 0; part < parts; ++part) {
-      for (ParameterRange range : layout.ranges(b, first + part)) {
-        range.offset += cut.begin(part);
-        ranges.push_back(range);
-      }
-    }
-    if (parts > 1) plan.cuts.push_back(cut);
-    std::vector<TensorView>& data = plan.data.emplace_back();
-    data.push_back(memory.bucket_carry(b));
-    if (setting.parameters.group_count() > 1) {  // some end earlier, with totals
-      data.push_back({nullptr, data.back().count, data.back().dtype, setting.groups.device});
-    }
-    plan.wires.push_back(replica_wire(bucket.wire_dtype, setting.options.replica_dtype));
-  }
-  plan.replicate_size = setting.groups.replicate.size();
-  plan.reduction = reduction_of(setting.options);
-  plan.device = setting.groups.device;
-  plan.memory = setting.memory;
-  return plan;
-}
-
-// Where the replica hop is a reduce-scatter.
-void require_scattered_results(const ReducerOptions& options) {
-  if (!options.replica_hop->scatters()) {
-    throw UsageError({.where = "reducer: replica_hop",
-                      .expected = "a hop that scatters, as shard_over=\"mesh\" needs",
-                      .got = "'" + options.replica_hop->describe() +
-                             "', which gives every replica the whole total",
-                      .remedy = "use the plain hop, LocoHop, or shard_over=\"shard\""});
-  }
 }
 
 // Packing ahead needs a core for the thread that waits, beside those that reduce; a GPU does both.
@@ -127,8 +80,12 @@ Frozen::Frozen(const FrozenSetting& setting)
                    layout_->buckets().end();
   together(world, "allocate its carry", [&] { memory_->allocate_carry(groups.replicate); });
   if (groups.replicate.size() > 1) {
-    hop_.emplace(groups, options.replica_hop,
-                 [&] { return hop_plan(setting, *layout_, *memory_); });
+    hop_.emplace(groups, options.replica_hop, [&] {
+      HopPlan plan =
+          make_hop_plan(setting.parameters, options, *layout_, *memory_, planned_rank(groups));
+      plan.memory = setting.memory;
+      return plan;
+    });
   }
   together(world, "allocate its staging buckets",
            [&] { memory_->allocate_staging(groups.shard, reduction_of(options)); });

@@ -78,7 +78,7 @@ void GradientMemory::allocate_carry(Communicator& replicate_group) {
 void GradientMemory::allocate_staging(Communicator& shard_group, Reduction reduction) {
   if (shard_group.size() == 1) return;
   for (SharedMemory& slot : staging_) {
-    slot = shard_group.allocate(layout_.max_bucket_bytes(), Dtype::kU8);
+    slot = shard_group.allocate(staging_bytes(shard_group.size()) / kStagingSlots, Dtype::kU8);
     held_.push_back(hold(MemoryKind::kStaging, slot.view().size_in_bytes()));
   }
   std::vector<ReduceScatter> hops;
@@ -92,7 +92,9 @@ void GradientMemory::allocate_staging(Communicator& shard_group, Reduction reduc
 }
 
 TensorView GradientMemory::view(const Place& place, void* memory, Device device) {
-  return {static_cast<std::byte*>(memory) + place.offset, place.count, place.dtype, device};
+  std::byte* const data =
+      memory == nullptr ? nullptr : static_cast<std::byte*>(memory) + place.offset;
+  return {data, place.count, place.dtype, device};
 }
 
 TensorView GradientMemory::bucket_carry(int bucket) const {
@@ -110,7 +112,7 @@ TensorView GradientMemory::slice_result(int parameter) const {
 
 void GradientMemory::require_totals() {
   if (total_) return;
-  total_.emplace(device_, static_cast<std::size_t>(result_bytes_));
+  total_.emplace(device_, static_cast<std::size_t>(total_bytes()));
   total_held_ = hold(MemoryKind::kTotal, total_->size());
 }
 
@@ -139,8 +141,20 @@ std::vector<std::int64_t> GradientMemory::accumulator_offsets(AccumulateDtype dt
   return offsets;
 }
 
+std::int64_t GradientMemory::carry_bytes() const {
+  return carry_bytes_ + (parts_ > 1 ? result_bytes_ : 0);
+}
+
+std::int64_t GradientMemory::staging_bytes(int shard_size) const {
+  return shard_size == 1 ? 0 : kStagingSlots * layout_.max_bucket_bytes();
+}
+
+std::int64_t GradientMemory::accumulator_bytes(AccumulateDtype dtype) const {
+  return accumulator_offsets(dtype).back();
+}
+
 bool GradientMemory::has_room(AccumulateDtype dtype) const {
-  return accumulators_.size() >= static_cast<std::size_t>(accumulator_offsets(dtype).back());
+  return accumulators_.size() >= static_cast<std::size_t>(accumulator_bytes(dtype));
 }
 
 void GradientMemory::require_accumulators(AccumulateDtype dtype) {

@@ -39,10 +39,17 @@ class GradientMemory {
   void allocate_carry(Communicator& replicate_group);
   void allocate_staging(Communicator& shard_group, Reduction reduction);
 
+  // What it takes, when it takes it: with the carry that of the result, both staging buckets, and
+  // on first need totals and accumulators.
+  [[nodiscard]] std::int64_t carry_bytes() const;
+  [[nodiscard]] std::int64_t staging_bytes(int shard_size) const;
+  [[nodiscard]] std::int64_t total_bytes() const { return result_bytes_; }
+  [[nodiscard]] std::int64_t accumulator_bytes(AccumulateDtype dtype) const;
+
   // This rank's carry of a bucket: its row of the shard hop. Of sum_dtype(), as are results.
   [[nodiscard]] TensorView bucket_carry(int bucket) const;
   // Its result of a bucket, and of a parameter's slice, which is one run. In the carry, but where
-  // results are sharded over the mesh.
+  // results are sharded over the mesh. Views have no address before allocate_carry().
   [[nodiscard]] TensorView bucket_result(int bucket) const;
   [[nodiscard]] TensorView slice_result(int parameter) const;
 

@@ -499,7 +499,8 @@ Buffer Results::gather_replica_parts(std::vector<SnapshotEntry>& entries) {
   std::size_t size = 0;
   for (int p = 0; p < parameters_.size(); ++p) {
     const Dtype dtype = own_slice(p).dtype;
-    slices.push_back(replica_parts(groups_, layout, p, {nullptr, 0, dtype, groups_.device}));
+    slices.push_back(
+        replica_parts(groups_.owner(), layout, p, {nullptr, 0, dtype, groups_.device}));
     slices.back().array.count = slices.back().cut.count();
     all.push_back({p, {nullptr, parameters_.count(p), dtype, groups_.device}});
     size += scratch_size(slices.back().array.size_in_bytes());

@@ -95,7 +95,7 @@ std::int64_t gather_messages(Communicator& group, std::span<const CutArray> arra
     std::int64_t& bytes = lengths.emplace_back(0);
     for (const TensorView& slice : rows.back()) bytes += bytes_of(slice);
   }
-  const std::int64_t size = message_size(bytes_of(arrays), stream.device().type);
+  const std::int64_t size = gather_message_bytes(group.size(), arrays);
   const Scratch message(static_cast<std::size_t>(size), stream);
   const MemoryCount::Held held = memory.hold(MemoryKind::kParameterGather, size);
   const auto own = static_cast<std::size_t>(group.rank());
@@ -137,10 +137,20 @@ std::int64_t gather_arrays(Communicator& group, std::span<const CutArray> arrays
   return 1;
 }
 
-CutArray replica_parts(const Groups& groups, const BucketLayout& layout, int parameter,
+std::int64_t gather_message_bytes(int group_size, std::span<const CutArray> arrays) {
+  if (group_size == 1 || arrays.size() < 2) return 0;
+  return message_size(bytes_of(arrays), arrays.front().array.device.type);
+}
+
+bool shares_message(const BucketLayout& layout, std::optional<int> registered,
+                    std::int64_t size_bytes) {
+  return size_bytes < kDirectGatherBytes || (registered && layout.join_of(*registered).has_value());
+}
+
+CutArray replica_parts(const SliceOwner& owner, const BucketLayout& layout, int parameter,
                        TensorView shard_slice) {
-  const int first = groups.shard.rank() * groups.parts;
-  return {shard_slice, layout.slices(parameter).rows(first, groups.parts)};
+  const int first = owner.shard_rank * owner.parts;
+  return {shard_slice, layout.slices(parameter).rows(first, owner.parts)};
 }
 
 std::vector<FullArray> full_arrays(std::span<const ParameterSpec> parameters,
@@ -214,24 +224,59 @@ std::vector<GatherUnit> gather_units(const BucketLayout& layout, std::span<const
   return units;
 }
 
+UnitArrays cut_unit(const SliceOwner& owner, const BucketLayout& layout,
+                    std::span<const FullArray> unit) {
+  UnitArrays arrays;
+  for (const FullArray& full : unit) {
+    arrays.whole.push_back({full.array, layout.slices(full.parameter).joined(owner.parts)});
+    if (owner.parts == 1) continue;
+    const RowCut& of_shards = arrays.whole.back().cut;
+    TensorView shard = full.array;
+    shard.count = of_shards.length(owner.shard_rank);
+    if (shard.data != nullptr) {
+      shard = full.array.slice(of_shards.begin(owner.shard_rank), shard.count);
+    }
+    arrays.replica_parts.push_back(replica_parts(owner, layout, full.parameter, shard));
+  }
+  return arrays;
+}
+
+std::int64_t unit_message_bytes(const SliceOwner& owner, const BucketLayout& layout,
+                                std::span<const GatherUnit> units) {
+  const int shard_size = layout.shard_size() / owner.parts;
+  std::int64_t most = 0;
+  for (const GatherUnit& unit : units) {
+    const UnitArrays arrays = cut_unit(owner, layout, unit);
+    most = std::max({most, gather_message_bytes(owner.parts, arrays.replica_parts),
+                     gather_message_bytes(shard_size, arrays.whole)});
+  }
+  return most;
+}
+
+std::int64_t parts_message_bytes(const SliceOwner& owner, const BucketLayout& layout,
+                                 std::span<const GatherUnit> units) {
+  std::int64_t most = 0;
+  for (const GatherUnit& unit : units) {
+    std::vector<CutArray> parts;
+    for (const FullArray& one : unit) {
+      parts.push_back(replica_parts(owner, layout, one.parameter, one.array));
+      parts.back().array.count = parts.back().cut.count();
+    }
+    most = std::max(most, gather_message_bytes(owner.parts, parts));
+  }
+  return most;
+}
+
 std::int64_t gather_unit(Groups& groups, const BucketLayout& layout,
                          std::span<const FullArray> unit, const MemoryCount& memory, Stream& stream,
                          CallLabel label) {
   if (layout.shard_size() == 1) return 0;
-  std::vector<CutArray> shards;  // this shard rank's
-  std::vector<CutArray> arrays;
-  for (const FullArray& full : unit) {
-    arrays.push_back({full.array, layout.slices(full.parameter).joined(groups.parts)});
-    if (groups.parts == 1) continue;
-    const RowCut& of_shards = arrays.back().cut;
-    const int rank = groups.shard.rank();
-    shards.push_back(
-        replica_parts(groups, layout, full.parameter,
-                      full.array.slice(of_shards.begin(rank), of_shards.length(rank))));
-  }
+  const UnitArrays arrays = cut_unit(groups.owner(), layout, unit);
   std::int64_t count = 0;
-  if (groups.parts > 1) count += gather_arrays(groups.replicate, shards, memory, stream, label);
-  return count + gather_arrays(groups.shard, arrays, memory, stream, label);
+  if (groups.parts > 1) {
+    count += gather_arrays(groups.replicate, arrays.replica_parts, memory, stream, label);
+  }
+  return count + gather_arrays(groups.shard, arrays.whole, memory, stream, label);
 }
 
 std::size_t gather_scratch(const BucketLayout& layout, std::span<const GatherUnit> units) {

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -35,6 +36,9 @@ constexpr std::int64_t kDirectGatherBytes = std::int64_t{1} << 20;  // from here
 std::int64_t gather_arrays(Communicator& group, std::span<const CutArray> arrays,
                            const MemoryCount& memory, Stream& stream, CallLabel label = {});
 
+// What it takes for its messages: none where it gathers in place.
+[[nodiscard]] std::int64_t gather_message_bytes(int group_size, std::span<const CutArray> arrays);
+
 struct FullArray {
   int parameter = 0;
   TensorView array;  // contiguous, all elements of the parameter; this rank's slice is in place
@@ -48,8 +52,14 @@ struct FullArray {
 
 constexpr std::int64_t kGatherUnitBytes = std::int64_t{4} << 20;  // small arrays in one message
 
+// Whether an array of a unit is better gathered in a message with others than by itself: small ones
+// are, and what the layout has joined, as one of those may be a single rank's. `registered`: the
+// parameter's number, if it has one.
+[[nodiscard]] bool shares_message(const BucketLayout& layout, std::optional<int> registered,
+                                  std::int64_t size_bytes);
+
 // Of an array, this shard rank's slice and how the replicas have it in parts.
-[[nodiscard]] CutArray replica_parts(const Groups& groups, const BucketLayout& layout,
+[[nodiscard]] CutArray replica_parts(const SliceOwner& owner, const BucketLayout& layout,
                                      int parameter, TensorView shard_slice);
 
 // What is filled together.
@@ -64,6 +74,22 @@ using GatherUnit = std::vector<FullArray>;
 [[nodiscard]] std::vector<GatherUnit> gather_units(const BucketLayout& layout,
                                                    std::span<const FullArray> arrays,
                                                    std::int64_t unit_bytes);
+
+// What gather_unit() gathers in each group.
+struct UnitArrays {
+  std::vector<CutArray> replica_parts{};  // of this shard rank's slices; none: they are whole
+  std::vector<CutArray> whole{};
+};
+[[nodiscard]] UnitArrays cut_unit(const SliceOwner& owner, const BucketLayout& layout,
+                                  std::span<const FullArray> unit);
+
+// What gather_unit() takes for messages at most, for any one of these; their arrays need no memory.
+[[nodiscard]] std::int64_t unit_message_bytes(const SliceOwner& owner, const BucketLayout& layout,
+                                              std::span<const GatherUnit> units);
+
+// The same where the replicas' parts of this shard rank's slices are gathered, and no more.
+[[nodiscard]] std::int64_t parts_message_bytes(const SliceOwner& owner, const BucketLayout& layout,
+                                               std::span<const GatherUnit> units);
 
 // As gather_arrays(), on both groups.
 std::int64_t gather_unit(Groups& groups, const BucketLayout& layout,

@@ -45,6 +45,7 @@ class StepLedger {
 
   // What last = false means: kShard, or kNone.
   void set_partial_sync(Sync sync);
+  [[nodiscard]] Sync partial_sync() const { return partial_sync_; }
 
   // The sync of each group: an explicit one, else by the flags and `last` [Note: which sync].
   // UsageError when they contradict each other; nothing has changed then.

@@ -6,6 +6,7 @@
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 #include "hsdp/tools/check_facts.h"
+#include "hsdp/tools/text_table.h"
 
 namespace hsdp {
 namespace {

@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "hsdp/snapshot/snapshot_header.h"
+#include "hsdp/tools/text_table.h"
 
 namespace hsdp {
 namespace {
@@ -88,16 +89,6 @@ std::string position_text(std::int64_t index, const Shape& shape) {
     index /= shape[i];
   }
   return "[" + text + "]";
-}
-
-std::string count_text(std::int64_t count) {
-  const std::string digits = std::to_string(count);
-  std::string text;
-  for (std::size_t i = 0; i < digits.size(); ++i) {
-    if (i != 0 && (digits.size() - i) % 3 == 0) text += ',';
-    text += digits[i];
-  }
-  return text;
 }
 
 std::string number_text(double value) {

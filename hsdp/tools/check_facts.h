@@ -17,7 +17,6 @@ enum class ExitStatus : std::uint8_t { kSame = 0, kDifferent = 1, kCannotTell = 
 
 // "[3, 17]": a flat index as coordinates of the shape.
 [[nodiscard]] std::string position_text(std::int64_t index, const Shape& shape);
-[[nodiscard]] std::string count_text(std::int64_t count);      // 12,345,678
 [[nodiscard]] std::string number_text(double value);           // three digits
 [[nodiscard]] std::string ulp_text(double value);              // 2.05, 204, 1.3e+06
 [[nodiscard]] std::string value_text(double value);            // enough to tell two apart

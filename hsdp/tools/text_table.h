@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -35,6 +36,7 @@ class TextTable {
   std::vector<Row> rows_;
 };
 
+[[nodiscard]] std::string count_text(std::int64_t count);  // 12,345,678
 // Columns that UTF-8 text takes on a terminal, judged by its code points.
 [[nodiscard]] std::size_t display_width(std::string_view text);
 // At most `width` columns; ".." replaces the middle.

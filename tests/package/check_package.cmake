@@ -48,7 +48,7 @@ if(NOT output MATCHES "1/32")
 endif()
 
 # The installed tools find their library without help.
-foreach(tool IN ITEMS hsdp_check hsdp_run)
+foreach(tool IN ITEMS hsdp_check hsdp_plan hsdp_run)
   if(EXISTS ${prefix}/bin/${tool})
     run("running ${tool} --help" ${prefix}/bin/${tool} --help)
   endif()

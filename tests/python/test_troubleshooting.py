@@ -29,6 +29,8 @@ NOT_ON_THE_PAGE = {
     "bindings/hsdp/torch/private_torch.py": "what works without a part; the page has the messages",
     "hsdp/tools/check_facts.cpp": "verdicts of hsdp_check",
     "hsdp/tools/check_text.cpp": "the table of hsdp_check",
+    "hsdp/tools/plan_report.cpp": "rows of hsdp_plan",
+    "hsdp/tools/plan_text.cpp": "the tables of hsdp_plan",
     "hsdp/tools/progress_bar.cpp": "the progress bar",
     ")()": "help for an option of a tool",
     "__repr__()": "not an error",

@@ -465,6 +465,8 @@ TEST(NcclReducer, CountsWhatKernelsAndCollectivesWorkIn) {
     EXPECT_GE(stats.resident_bytes, stats.scratch_bytes + stats.carry_bytes + stats.staging_bytes);
     static_cast<void>(rank.run_step());
     EXPECT_EQ(reducer.stats().scratch_bytes, stats.scratch_bytes);
+    EXPECT_EQ(reducer.memory_plan().scratch_bytes, stats.scratch_bytes) << "with the engine's";
+    EXPECT_EQ(reducer.memory_plan().resident_bytes, stats.resident_bytes);
   });
 }
 

@@ -98,8 +98,6 @@ def own_include_violation(path: str, target: str) -> Optional[str]:
     floor, target_floor = floor_of(path), floor_of(target)
     if floor is None or target_floor is None:
         return None
-    if path.startswith("hsdp/") and target.startswith(("zero/", "quant/")) and floor > target_floor:
-        return f"includes {target}: hsdp/ never includes zero/ or quant/"
     if target_floor > floor:
         return f"floor {floor} includes {target} of floor {target_floor}: includes run downward"
     folder, target_folder = folder_of(path), folder_of(target)

@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 LIST = pathlib.Path(__file__).with_name("commands.txt")
 LIMIT_S = 3600
 _PROGRAM = re.compile(
-    r"(?:[A-Z_]+=\S+ )*(?:make [a-zA-Z_-]+|cmake -|ctest -|python3? \S|pip install|hsdp_run -n|hsdp_check \S|mpirun -|"
+    r"(?:[A-Z_]+=\S+ )*(?:make [a-zA-Z_-]+|cmake -|ctest -|python3? \S|pip install|hsdp_run -n|hsdp_(?:check|plan) \S|mpirun -|"
     r"srun -|torchrun -|tar |rm -|sh cmake/|\./run|\.ci/run|\. build/|build/\S+ |tests/\S+\.sh )"
 )
 _FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)

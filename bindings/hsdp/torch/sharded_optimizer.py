@@ -568,6 +568,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for reducer, count in counts.items():
             self._held.append(reducer._handle.hold_optimizer_bytes(count))
 
+    # For the Reducers' memory_plan(): of the states that the first step makes.
+    def _state_bytes_to_come(self, reducer: Reducer) -> int:
+        return sum(
+            held_bytes(shard, self._fresh.example(shard, shard.master.shape)) - held_bytes(shard, {})
+            for shard in self._shards
+            if shard.reducer is reducer and shard.is_here and not self.state.get(shard.parameter)
+        )
+
     # What this rank has updated is all ranks' from here on.
     def _start_gather(self) -> None:
         for masters in self._masters:

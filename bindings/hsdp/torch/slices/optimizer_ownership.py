@@ -31,12 +31,14 @@ _taken: weakref.WeakKeyDictionary[Reducer, tuple[int, frozenset[str]]] = weakref
 def own(reducer: Reducer, optimizer: Owner) -> None:
     """Notes that it has parameters of this Reducer."""
     _owners.setdefault(reducer, weakref.WeakKeyDictionary())[optimizer] = None
+    reducer._optimizers.add(optimizer)
 
 
 def disown(reducer: Reducer, optimizer: Owner) -> None:
     """Notes that it no longer has any."""
     if owns(reducer, optimizer):
         del _owners[reducer][optimizer]
+        reducer._optimizers.discard(optimizer)
 
 
 def owns(reducer: Reducer, optimizer: Owner) -> bool:

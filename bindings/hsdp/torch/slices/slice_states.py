@@ -102,19 +102,20 @@ class FreshStates:
         self._group_of = group_of
         self._examples: dict[tuple[Any, ...], dict[str, Any]] = {}
 
-    def example(self, one: ParameterSlice) -> dict[str, Any]:
+    def example(self, one: ParameterSlice, shape: torch.Size | None = None) -> dict[str, Any]:
         """What a state has after a step with zeros, by keys, shapes and dtypes; values mean nothing. Without
-        memory if the optimizer works on the meta device.
+        memory if the optimizer works on the meta device. `shape`: of what it is given, if not whole.
         """
+        shape = one.inside_shape if shape is None else shape
         options = settings(self._group_of[id(one.parameter)])
-        key = (one.inside_shape, one.master_dtype, repr(sorted(options.items())))
+        key = (shape, one.master_dtype, repr(sorted(options.items())))
         if key not in self._examples:
-            self._examples[key] = self._made_example(one)
+            self._examples[key] = self._made_example(one, shape)
         return self._examples[key]
 
-    def _made_example(self, one: ParameterSlice) -> dict[str, Any]:
+    def _made_example(self, one: ParameterSlice, shape: torch.Size) -> dict[str, Any]:
         for device in ("meta", str(one.master.device)):
-            zeros = torch.zeros(one.inside_shape, dtype=one.master_dtype, device=device)
+            zeros = torch.zeros(shape, dtype=one.master_dtype, device=device)
             try:
                 return self._after_a_step(one, zeros)
             except Exception:  # a class may raise anything when it looks at values

@@ -118,7 +118,7 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
       unit_of[static_cast<std::size_t>(of_unit.back())] = static_cast<int>(u);
     }
   }
-  const reducer::SliceOwner owner{reducer.shard_rank(), 0, reducer.slice_parts()};
+  const reducer::SliceOwner owner{reducer.shard_rank(), 0, ReducerInternal(reducer).slice_parts()};
   expected = memory.expect(MemoryKind::kParameterGather,
                            completes == Completes::kParameters
                                ? reducer::unit_message_bytes(owner, layout, units)

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "hsdp/reducer_internal.h"
 #include "quant/loco_hop.h"
 #include "tests/support/reducer_step.h"
 #include "tests/support/temporary_directory.h"
@@ -140,7 +141,8 @@ std::vector<Counted> run_step(const RunCase& row) {
     Counted& mine = counted[static_cast<std::size_t>(mesh.rank())];
     mine.stats = reducer.stats();
     mine.gathered_bytes = gather.stats().bytes;
-    mine.message_bytes = reducer.memory_count().of(MemoryKind::kParameterGather).peak;
+    mine.message_bytes =
+        ReducerInternal(reducer).memory_count().of(MemoryKind::kParameterGather).peak;
   });
   return counted;
 }

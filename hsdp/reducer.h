@@ -56,6 +56,8 @@
 
 namespace hsdp {
 
+class Operations;
+
 namespace reducer {
 
 class Results;
@@ -265,6 +267,8 @@ class Reducer {
   [[nodiscard]] ReducerStats stats() const;
   // For the memory of what works on the Reducer's slices; stats() reports it.
   [[nodiscard]] MemoryCount memory_count() const;
+  // For the record of what works on them, and its times in stats().
+  [[nodiscard]] const Operations& operations() const;
   [[nodiscard]] ReducerState state() const;  // never waits, in any phase
   [[nodiscard]] Device device() const;       // of the mesh
   [[nodiscard]] int shard_rank() const;      // of this process in its shard group

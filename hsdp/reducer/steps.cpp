@@ -14,11 +14,6 @@ namespace hsdp::reducer {
 
 namespace {
 
-// In messages that other users of the mesh hear, or that say what was on the wire.
-std::string title(const ReducerOptions& options) {
-  return options.name.empty() ? "reducer" : "reducer '" + options.name + "'";
-}
-
 WordNames word_names(const ReducerOptions& options) {
   WordNames names;
   names.component = title(options);
@@ -26,6 +21,10 @@ WordNames word_names(const ReducerOptions& options) {
 }
 
 }  // namespace
+
+std::string title(const ReducerOptions& options) {
+  return options.name.empty() ? "reducer" : "reducer '" + options.name + "'";
+}
 
 Steps::Steps(const ReducerOptions& options, const ParameterTable& parameters, Groups& groups,
              MemoryCount memory)

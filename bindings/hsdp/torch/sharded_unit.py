@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from hsdp import _hsdp
+from hsdp.profiler_range import profiler_range
 from hsdp.torch import private_torch
 from hsdp.torch.flat_slice import FlatSlice
 from hsdp.torch.parameter_slices import chosen, flat_part, refuse, require_unmarked
@@ -331,7 +332,8 @@ class ShardedUnit:
         if self.is_present:
             return
         self.request()
-        self.gathers.wait(self._number)
+        with profiler_range("hsdp:gather_wait"):
+            self.gathers.wait(self._number)
         self.is_requested = False
         self.is_present = True
         for array in self._arrays:

@@ -1,5 +1,5 @@
-// In place of what the checks of a bare machine have no libraries for: snapshots, flight records and
-// rendezvous.
+// In place of what the checks of a bare machine have no libraries for: snapshots, flight records
+// and rendezvous.
 #include "hsdp/comm/rendezvous/host_identity.h"
 #include "hsdp/comm/world.h"
 #include "hsdp/error.h"

@@ -229,6 +229,7 @@ ReducerState Reducer::state() const { return parts_->steps.state(); }
 Device Reducer::device() const { return parts_->groups.device; }
 int Reducer::shard_rank() const { return parts_->groups.shard.rank(); }
 int Reducer::slice_parts() const { return parts_->groups.parts; }
+std::int64_t Reducer::verify_every() const { return parts_->options.verify_every; }
 
 ReducerStats Reducer::stats() const {
   ReducerStats s;

@@ -275,6 +275,7 @@ class Reducer {
   // Into how many parts a shard rank's slices are cut: the replicas where results are sharded over
   // the mesh, else 1. layout() has the parts: those of a shard rank beside each other.
   [[nodiscard]] int slice_parts() const;
+  [[nodiscard]] std::int64_t verify_every() const;  // of its options
 
  private:
   friend double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);

@@ -133,8 +133,10 @@ struct ReducerOptions {
   // With one replica both are the same. kMesh: the replica hop is a reduce-scatter, of a hop that
   // scatters(); the result is never whole on a shard rank.
   ShardOver shard_over = ShardOver::kShard;
-  // Every Nth step the replicas compare the bits of its result, and one that has others ends the
-  // world with a MismatchError before anybody reads it. 0: in no step.
+  // Every Nth step the replicas compare the bits of its result, which each of them has but over the
+  // mesh, and one that has others ends the world with a MismatchError before anybody reads it. Of
+  // every Nth gather of a zero::ParameterGather all ranks compare the parameters, with the next
+  // step's words. 0: never.
   std::int64_t verify_every = 0;
   std::string name{};  // in snapshots, and where ranks compare options; one line, at most 127 bytes
 };

@@ -38,6 +38,8 @@ class StepParty {
     static_cast<void>(word);
     return {};
   }
+  // What to do where the ranks' words differ. Empty: to give it the same settings and calls.
+  [[nodiscard]] virtual std::string remedy() const { return {}; }
   // Every rank's status word is in. Commits what the step changed or goes back to what was before,
   // before the next step begins. Each step that was begun ends once, in order; one that the world's
   // end or a close has cut ends as dropped when the Reducer is closed or goes. A throw ends the

@@ -10,6 +10,7 @@
 #include "hsdp/error.h"
 #include "hsdp/index_check.h"
 #include "hsdp/reducer/slice_gather.h"
+#include "zero/parameter_check.h"
 #include "zero/stored_slice.h"
 
 namespace hsdp::zero {
@@ -42,6 +43,8 @@ struct ParameterGather::Parts {
 
   // Checks everything, and divides it into units. What all ranks must agree on, in lines.
   std::vector<std::string> divide(Reducer& reducer, std::int64_t unit_bytes);
+  // Whole ones, once they are gathered.
+  [[nodiscard]] std::vector<NamedParameter> gathered_parameters() const;
   void gather(std::size_t unit, CallLabel label, Stream& stream);
   // UsageError for numbers that there are not.
   [[nodiscard]] std::size_t unit_number(int unit) const {
@@ -65,8 +68,9 @@ struct ParameterGather::Parts {
   mutable std::mutex mutex;
   std::vector<Event> gathered;  // by unit
   GatherStats stats;
-  std::vector<GatherTime> times;     // by unit
-  std::unique_ptr<GatherLane> lane;  // the last: its tasks use the rest
+  std::vector<GatherTime> times;          // by unit
+  std::shared_ptr<ParameterCheck> check;  // or none
+  std::unique_ptr<GatherLane> lane;       // the last: its tasks use the rest
 };
 
 std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::int64_t unit_bytes) {
@@ -113,7 +117,24 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
   }
   gathered.resize(units.size());
   times.resize(units.size());
+  if (reducer.verify_every() > 0 && completes == Completes::kParameters) {
+    check = std::make_shared<ParameterCheck>(reducer.verify_every());
+    reducer.add_party(check);
+  }
   return lines;
+}
+
+std::vector<NamedParameter> ParameterGather::Parts::gathered_parameters() const {
+  std::vector<Event> events;
+  {
+    const std::scoped_lock lock(mutex);
+    events = gathered;
+  }
+  for (const Event& event : events) lane->wait(event);
+  std::vector<NamedParameter> all;
+  all.reserve(parameters.size());
+  for (const GatheredParameter& one : parameters) all.push_back({one.name, one.array});
+  return all;
 }
 
 void ParameterGather::Parts::gather(std::size_t unit, CallLabel label, Stream& stream) {
@@ -151,7 +172,9 @@ ParameterGather::ParameterGather(Reducer& reducer, std::vector<GatheredParameter
       reducer.make_lane("hsdp-gather", [&] { return parts_->divide(reducer, unit_bytes); });
 }
 
-ParameterGather::~ParameterGather() = default;
+ParameterGather::~ParameterGather() {
+  if (parts_->check) parts_->check->forget();
+}
 
 int ParameterGather::unit_count() const { return static_cast<int>(parts_->units.size()); }
 
@@ -176,6 +199,9 @@ Event ParameterGather::start(int unit, const Event& updated, CallLabel label) {
 
 void ParameterGather::start_all(const Event& updated) {
   for (int u = 0; u < unit_count(); ++u) static_cast<void>(start(u, updated, {.planned = true}));
+  if (parts_->check) {
+    parts_->check->started([parts = parts_.get()] { return parts->gathered_parameters(); });
+  }
 }
 
 Event ParameterGather::ready(int parameter) const {

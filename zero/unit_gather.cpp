@@ -133,17 +133,6 @@ std::vector<std::vector<std::size_t>> messages_of(const BucketLayout& layout,
   return messages;
 }
 
-// What comes next in the task comes after them.
-void wait_for(std::span<const Event> events, Stream& stream) {
-  for (const Event& event : events) {
-    if (stream.device().type == DeviceType::kHost) {
-      event.wait();
-    } else {
-      stream.wait(event);
-    }
-  }
-}
-
 }  // namespace
 
 struct UnitGather::Parts {
@@ -158,7 +147,7 @@ struct UnitGather::Parts {
   std::vector<std::string> prepare(Reducer& reducer, std::vector<ParameterUnit> given);
   Unit& at(int unit);
   // A round that a record foretells, or one in which the ranks ask each other.
-  Event gather(int unit, std::vector<TensorView> arrays, const Event& updated);
+  Event gather(int unit, std::vector<TensorView> arrays);
   // Blocks until all want nothing more, and until all want nothing before the next update.
   Event rounds_until(int own, bool until_update);
 
@@ -167,7 +156,7 @@ struct UnitGather::Parts {
     Event done;
     std::shared_future<Said> said;
   };
-  Asked ask(int own, std::vector<TensorView> arrays, const Event& updated);
+  Asked ask(int own, std::vector<TensorView> arrays);
   // Meanwhile this thread gives other lanes what they need first.
   static const Said& hear(const Asked& asked) {
     static_cast<void>(asked.done.enqueued());
@@ -196,6 +185,7 @@ struct UnitGather::Parts {
   Device device;
   std::vector<Unit> units;
   std::function<std::vector<Event>(int unit)> arrivals;  // or none
+  Event updated;  // what the rounds that this thread gives come after
   RoundRecords records;
   Asked opening;  // the first round of this pass, until it is heard
   bool in_pass = false;
@@ -273,8 +263,7 @@ std::set<int> UnitGather::Parts::words_of(int own, Communicator& group, std::str
   return words_in(group.collect(key, act).any);
 }
 
-UnitGather::Parts::Asked UnitGather::Parts::ask(int own, std::vector<TensorView> arrays,
-                                                const Event& updated) {
+UnitGather::Parts::Asked UnitGather::Parts::ask(int own, std::vector<TensorView> arrays) {
   auto result = std::make_shared<std::promise<Said>>();
   Asked asks{{}, result->get_future().share()};
   if (!in_pass) {
@@ -287,7 +276,7 @@ UnitGather::Parts::Asked UnitGather::Parts::ask(int own, std::vector<TensorView>
   asks.done = lane->run(updated, [this, own, wanted = records.hash(), arrays = std::move(arrays),
                                   after = arrived(0, static_cast<int>(std::ssize(units))),
                                   result = std::move(result)](Communicator& group, Stream& stream) {
-    wait_for(after, stream);
+    stream.wait_in_task(after);
     result->set_value(round(own, wanted, arrays, group, stream));
   });
   if (!std::exchange(in_pass, true)) opening.done = asks.done;
@@ -309,15 +298,15 @@ void UnitGather::Parts::follow(std::ptrdiff_t count) {
   for (; count > 0; --count) {
     const int unit = records.coming().front();
     records.advance(1);
-    lane->run({},
+    lane->run(updated,
               [this, unit, after = arrived(unit, unit + 1)](Communicator& group, Stream& stream) {
-                wait_for(after, stream);
+                stream.wait_in_task(after);
                 take_part(at(unit), group, stream);
               });
   }
 }
 
-Event UnitGather::Parts::gather(int unit, std::vector<TensorView> arrays, const Event& updated) {
+Event UnitGather::Parts::gather(int unit, std::vector<TensorView> arrays) {
   if (shard_size > 1) {
     hear_opening();
     records.want(unit);
@@ -325,12 +314,12 @@ Event UnitGather::Parts::gather(int unit, std::vector<TensorView> arrays, const 
     const auto place = std::ranges::find(coming, unit);
     const bool is_foretold = place != coming.end();
     follow(place - coming.begin());
-    if (!is_foretold) return ask(unit, std::move(arrays), updated).done;
+    if (!is_foretold) return ask(unit, std::move(arrays)).done;
     records.advance(1);
   }
   return lane->run(updated, [this, unit, arrays = std::move(arrays),
                              after = arrived(unit, unit + 1)](Communicator& group, Stream& stream) {
-    wait_for(after, stream);
+    stream.wait_in_task(after);
     fill(at(unit), arrays, group, stream);
   });
 }
@@ -389,7 +378,7 @@ Event UnitGather::Parts::rounds_until(int own, bool until_update) {
   for (;;) {
     hear_opening();
     follow(std::ssize(records.coming()));
-    const Asked asks = ask(own, {}, {});
+    const Asked asks = ask(own, {});
     try {
       const Said& said = hear(asks);
       if (!said.want_nothing()) {
@@ -449,7 +438,8 @@ Event UnitGather::gather(int unit, std::vector<TensorView> arrays, const Event& 
          .expected = to_string(ConstTensorView(nullptr, one.count, one.dtype, parts_->device)),
          .got = to_string(array) + (array.data == nullptr ? " without memory" : "")});
   }
-  Event done = parts_->gather(unit, std::move(arrays), updated);
+  parts_->updated = updated;
+  Event done = parts_->gather(unit, std::move(arrays));
   const std::scoped_lock lock(parts_->mutex);
   mine.gathered = done;
   return done;
@@ -493,9 +483,15 @@ void UnitGather::wait(int unit, Stream& reader) const {
   reader.wait(event);
 }
 
-Event UnitGather::end() { return parts_->rounds_until(kNone, false); }
+Event UnitGather::end(const Event& updated) {
+  parts_->updated = updated;
+  return parts_->rounds_until(kNone, false);
+}
 
-Event UnitGather::begin_update() { return parts_->rounds_until(kUpdate, true); }
+Event UnitGather::begin_update(const Event& updated) {
+  parts_->updated = updated;
+  return parts_->rounds_until(kUpdate, true);
+}
 
 GatherStats UnitGather::stats() const {
   const std::scoped_lock lock(parts_->mutex);

@@ -6,7 +6,7 @@
 //   gather.gather(1, ..., stream.record());                         // the next, ahead of its use
 //   gather.wait(0);
 //   ... forward of layer 0; then its arrays may be freed ...
-//   stream.wait(gather.begin_update());       // no rank asks for anything more: slices may change
+//   stream.wait(gather.begin_update(stream.record()));  // nobody needs slices: they may change
 //
 // Ranks that ask for the same units in the same order as in a pass before gather each unit once,
 // and only the first one costs a message; a pass is what comes between two calls of end(). Yet they
@@ -19,8 +19,8 @@
 //
 // Ownership: stored slices outlive the gather, as does the Reducer; arrays are not touched between
 // the end of one wait() and the next gather() of their unit.
-// Threads: one at a time. Streams: a round reads slices and writes arrays after `updated`. On a GPU
-// wait() lets a stream wait, not the host.
+// Threads: one at a time. Streams: a round reads this rank's slices, and writes its arrays, after
+// the last `updated` that this rank gave. On a GPU wait() lets a stream wait, not the host.
 // Collective: construction, over the mesh; begin_update(), over the shard group, on a GPU over the
 // mesh. The second gather() of a pass waits until all of those have made their first one, or are in
 // end().
@@ -86,10 +86,10 @@ class UnitGather {
   // Takes part in what others ask for, and blocks until none does: all are in this call or in
   // begin_update(). How often a rank calls it is its own affair. On a GPU, where ranks may want
   // different units: before the end of the microbatch, which others may need units to come to.
-  Event end();
+  Event end(const Event& updated);
   // Before this rank's slices change: blocks, as end() does, until all are in this call. Of either
   // the Event is complete when nobody reads this rank's slices any more, on a GPU later.
-  Event begin_update();
+  Event begin_update(const Event& updated);
 
   [[nodiscard]] GatherStats stats() const;
 

@@ -96,10 +96,9 @@ class UnitGatherHandle {
       void* const data = reinterpret_cast<void*>(pointers[p]);
       arrays.push_back({data, parts[p].count, parts[p].dtype, device_});
     }
-    const Event updated = caller_->on_host() ? Event() : caller_->now().record();
     std::shared_ptr<const void>& kept = arrays_->at(static_cast<std::size_t>(unit));
     kept = hold(std::move(owner));
-    auto call = [gather = here(), unit, arrays = std::move(arrays), updated]() mutable {
+    auto call = [gather = here(), unit, arrays = std::move(arrays), updated = updated()]() mutable {
       gather->gather(unit, std::move(arrays), updated);
     };
     if (here()->waits_for_opening()) {
@@ -122,10 +121,13 @@ class UnitGatherHandle {
     }
   }
   void end() {
-    wait_for(call_interruptibly([gather = here()] { return gather->end(); }, interrupt_));
+    wait_for(call_interruptibly(
+        [gather = here(), updated = updated()] { return gather->end(updated); }, interrupt_));
   }
   void begin_update() {
-    wait_for(call_interruptibly([gather = here()] { return gather->begin_update(); }, interrupt_));
+    wait_for(call_interruptibly(
+        [gather = here(), updated = updated()] { return gather->begin_update(updated); },
+        interrupt_));
   }
   void abort(const std::string& reason) {
     call_released([interrupt = interrupt_, reason] { interrupt(reason); });
@@ -144,6 +146,10 @@ class UnitGatherHandle {
   const std::shared_ptr<UnitGather>& here() const {
     process_.require("zero: unit gather");
     return gather_;
+  }
+  // What the caller has enqueued so far, an update of its slices too.
+  [[nodiscard]] Event updated() const {
+    return caller_->on_host() ? Event() : caller_->now().record();
   }
   void wait_for(const Event& over) {
     if (!caller_->on_host()) caller_->now().wait(over);

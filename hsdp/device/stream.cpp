@@ -22,6 +22,16 @@ Stream Stream::borrow(Device device, void* native_handle) {
   return inline_host();
 }
 
+void Stream::wait_in_task(std::span<const Event> events) const {
+  for (const Event& event : events) {
+    if (device().type == DeviceType::kHost) {
+      event.wait();  // an inline stream would keep the error to itself
+    } else {
+      queue_->wait(event);
+    }
+  }
+}
+
 Stream Stream::inside_task() const {
   return device().type == DeviceType::kCuda ? *this : inline_host();
 }

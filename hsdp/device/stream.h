@@ -12,6 +12,7 @@
 
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -53,6 +54,9 @@ class Stream {
   // stream does not block the caller, except on a GPU until the event's own work is enqueued. On a
   // GPU, throws the error of an event that has already failed.
   void wait(const Event& event) { queue_->wait(event); }
+  // In a task, on its inside_task(): what the task does next comes after all of them. On the host
+  // this waits, and throws what went wrong there.
+  void wait_in_task(std::span<const Event> events) const;
   void synchronize() { queue_->synchronize(); }
 
   // The Stream that a task of this stream passes to library calls: inline on a host worker, whose

@@ -283,7 +283,9 @@ void BucketPipeline::end(const Ending& ending) {
 // [Note: dropped step]
 void BucketPipeline::end_drop(const Ending& ending) {
   watch([this, ending, late = shard_lane_->come_late()] {
+    Operation operation(setting_.groups.operations, word_of(ending));
     auto words = setting_.agreement.collect_patiently(ending.word);
+    operation.end(words ? OperationState::kDone : OperationState::kFailed);
     if (!words) return;
     send_zeros(*words, *ending.plan);
     Ending known = ending;
@@ -310,11 +312,15 @@ void BucketPipeline::send_zeros(const Words& words, const MicrobatchPlan& droppe
   }
 }
 
+OperationPlace BucketPipeline::word_of(const Ending& ending) {
+  return {.kind = OperationKind::kWord,
+          .step = ending.plan->step,
+          .microbatch = ending.plan->microbatch,
+          .turn = ending.word};
+}
+
 Words BucketPipeline::collect(const Ending& ending) {
-  const Operation operation(setting_.groups.operations, {.kind = OperationKind::kWord,
-                                                         .step = ending.plan->step,
-                                                         .microbatch = ending.plan->microbatch,
-                                                         .turn = ending.word});
+  const Operation operation(setting_.groups.operations, word_of(ending));
   return setting_.agreement.collect(ending.word);
 }
 

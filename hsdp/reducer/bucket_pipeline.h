@@ -122,6 +122,7 @@ class BucketPipeline {
   void count(const MicrobatchPlan& plan, const Words& words);
   void after_hops(const Launch& launch);
   void finish_hops();
+  [[nodiscard]] static OperationPlace word_of(const Ending& ending);
   [[nodiscard]] Words collect(const Ending& ending);
   void run_end(const Ending& ending);
   void settle(const Ending& ending, const std::string& calls);

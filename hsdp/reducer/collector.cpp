@@ -32,6 +32,14 @@ Collector::Collector(const Setting& setting)
     for (int slot = 0; slot < slot_count(pack_order_); ++slot) {
       free_slots_.emplace_back(slot, Event());
     }
+  } else if (layout_.shard_size() > 1) {
+    carry_runs_.resize(arrived_.size());
+    for (int b = 0; b < std::ssize(states_); ++b) {
+      for (const BucketSegment& segment : layout_.segments(b)) {
+        carry_runs_[static_cast<std::size_t>(segment.parameter)].push_back(
+            {b, segment.flat_offset, segment.bucket_offset, segment.count});
+      }
+    }
   }
   if (issuer_) issuer_->on_need([this] { give_next(); });
 }
@@ -292,13 +300,9 @@ void Collector::add_to_carries(int parameter, const Contribution& contribution, 
   if (layout_.shard_size() == 1) {
     return add_to_carry(contribution, adds, 0, memory_.slice_result(parameter), queue);
   }
-  const BucketRun buckets = buckets_of(parameter);
-  for (int b = buckets.first; b < buckets.end; ++b) {
-    for (const BucketSegment& segment : layout_.segments(b)) {
-      if (segment.parameter != parameter) continue;
-      const TensorView carry = memory_.bucket_carry(b).slice(segment.bucket_offset, segment.count);
-      add_to_carry(contribution, adds, segment.flat_offset, carry, queue);
-    }
+  for (const CarryRun& run : carry_runs_[static_cast<std::size_t>(parameter)]) {
+    const TensorView carry = memory_.bucket_carry(run.bucket).slice(run.bucket_offset, run.count);
+    add_to_carry(contribution, adds, run.flat_offset, carry, queue);
   }
 }
 

@@ -128,6 +128,12 @@ class Collector {
     std::vector<int> waiting;                 // parameters that arrived before the slot did
   };
   // One parameter in one bucket.
+  struct CarryRun {  // elements of a parameter that lie side by side in a bucket's carry
+    int bucket = 0;
+    std::int64_t flat_offset = 0;
+    std::int64_t bucket_offset = 0;
+    std::int64_t count = 0;
+  };
   struct Piece {
     int parameter = 0;
     int bucket = 0;
@@ -218,6 +224,8 @@ class Collector {
   std::vector<char> accumulated_;
   std::vector<Kept> kept_;
   std::vector<BucketState> states_;
+  // By parameter, where a result of one shard rank is cut over the replicas.
+  std::vector<std::vector<CarryRun>> carry_runs_;
   std::vector<int> order_;  // the buckets of this microbatch
   std::size_t next_slot_ = 0;
   std::size_t next_launch_ = 0;

@@ -94,12 +94,6 @@ void require_scattered_results(const ReducerOptions& options) {
                              "', which gives every replica the whole total",
                       .remedy = "use the plain hop, LocoHop, or shard_over=\"shard\""});
   }
-  if (options.verify_every > 0) {
-    throw UsageError({.where = "reducer: verify_every",
-                      .expected = "results that every replica has",
-                      .got = "shard_over=\"mesh\", where each replica has its part",
-                      .remedy = "leave verify_every out, or use shard_over=\"shard\""});
-  }
 }
 
 // Packing ahead needs a core for the thread that waits, beside those that reduce; a GPU does both.
@@ -143,7 +137,8 @@ Frozen::Frozen(const FrozenSetting& setting)
       scratch_.size_bytes() + groups.shard.reserved_bytes() + (hop_ ? hop_->reserved_bytes() : 0));
   const std::shared_ptr<IssueOrder::Issuer> issuer = add_issuer(groups);
   together(world, "start its lanes", [&] {
-    check_.emplace(options.verify_every, setting.parameters, *layout_, *memory_, groups);
+    const std::int64_t every = groups.parts > 1 ? 0 : options.verify_every;
+    check_.emplace(every, setting.parameters, *layout_, *memory_, groups);
     pipeline_.emplace(BucketPipeline::Setting{
         *layout_, *memory_, setting.outcome, setting.agreement, groups, options.replica_hop,
         reduction_of(options), options.missing, issuer, hop_ ? &*hop_ : nullptr, &*check_});

@@ -15,6 +15,7 @@
 #include "hsdp/kernels/clip.h"
 #include "hsdp/kernels/norm.h"
 #include "hsdp/kernels/scale_and_cast.h"
+#include "hsdp/reducer/together.h"
 
 namespace hsdp::reducer {
 namespace {
@@ -63,17 +64,6 @@ void sum_squares(Frozen& frozen, Groups& groups, std::int64_t step, double* sum,
 void scale_result(Frozen& frozen, const double* factor, Stream& stream) {
   for (int b = 0; b < std::ssize(frozen.layout().buckets()); ++b) {
     kernels::scale_by(frozen.memory().bucket_result(b), factor, stream);
-  }
-}
-
-// What comes next in the task comes after them. Host: throws what went wrong there.
-void wait_for(std::span<const Event> events, Stream& stream) {
-  for (const Event& event : events) {
-    if (stream.device().type == DeviceType::kHost) {
-      event.wait();
-    } else {
-      stream.wait(event);
-    }
   }
 }
 
@@ -350,7 +340,7 @@ Event Results::add_squares(std::shared_ptr<double> sum, std::vector<Event> after
   return run(Scope::kAllRanks, last_step(),
              [frozen = steps_.frozen(), &groups = groups_, step = last_step(), sum = std::move(sum),
               after = std::move(after)](Stream& stream) {
-               wait_for(after, stream);
+               stream.wait_in_task(after);
                sum_squares(*frozen, groups, step, sum.get(), stream);
              });
 }
@@ -410,7 +400,7 @@ Event Results::clip_factor(std::span<Results* const> all, double max_norm, Tenso
       .factor = narrow ? nullptr : static_cast<double*>(factor.data),
       .narrow_factor = narrow ? static_cast<float*>(factor.data) : nullptr};
   return first.run(Scope::kThisRank, kNoStep, [summed, clip, words](Stream& stream) {
-    wait_for(summed, stream);
+    stream.wait_in_task(summed);
     kernels::clip_factor(clip, stream);
   });
 }
@@ -423,14 +413,14 @@ Event Results::clip_grad_norm(std::span<Results* const> all, double max_norm, Te
   std::vector<Event> scaled;
   for (Results* results : all) {
     const auto scale = [frozen = results->steps_.frozen(), known, word](Stream& stream) {
-      wait_for({&known, 1}, stream);
+      stream.wait_in_task({&known, 1});
       scale_result(*frozen, reinterpret_cast<const double*>(word->data()), stream);
     };
     scaled.push_back(results->run(Scope::kThisRank, results->last_step(), scale));
   }
   if (scaled.size() == 1) return scaled.front();
   return first.run(Scope::kThisRank, kNoStep,
-                   [scaled](Stream& stream) { wait_for(scaled, stream); });
+                   [scaled](Stream& stream) { stream.wait_in_task(scaled); });
 }
 
 double Results::clip_grad_norm(std::span<Results* const> all, double max_norm) {
@@ -522,7 +512,9 @@ Buffer Results::gather_replica_parts(std::vector<SnapshotEntry>& entries) {
     all.push_back({p, {nullptr, parameters_.count(p), dtype, groups_.device}});
     size += scratch_size(slices.back().array.size_in_bytes());
   }
-  Buffer copies(groups_.device, size);
+  Buffer copies;
+  together(groups_.replicate, "allocate whole slices for a snapshot",
+           [&] { copies = Buffer(groups_.device, size); });
   std::byte* place = copies.data();
   for (CutArray& slice : slices) {
     slice.array.data = place;

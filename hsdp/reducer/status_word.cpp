@@ -285,8 +285,11 @@ std::optional<Mismatch> find_mismatch(const comm::Agreement& words, std::span<co
                     "make the same ones for this Reducer on every rank"};
   if (auto failure = comparison.of(count, kSectionCount)) return Mismatch{*failure};
   for (std::size_t party = 0; kFirstSection + party < words.places.size(); ++party) {
-    const Field section{party < names.parties.size() ? names.parties[party] : kUnnamedParty,
-                        has_digest(words, party) ? kDigestRemedy : kPartyRemedy};
+    const WordNames::Party named =
+        party < names.parties.size() ? names.parties[party] : WordNames::Party{kUnnamedParty};
+    Field section{named.owner, named.remedy};
+    if (section.remedy.empty())
+      section.remedy = has_digest(words, party) ? kDigestRemedy : kPartyRemedy;
     if (auto failure = comparison.of(section, kFirstSection + party)) {
       return Mismatch{*failure, party};
     }

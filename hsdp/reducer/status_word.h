@@ -79,7 +79,11 @@ struct WordNames {
   std::string_view waiting = "end of a microbatch";
   std::string remedy = "make the same calls with the same arguments on every rank";
   std::vector<std::string> groups{};  // where they have names
-  std::vector<std::string> parties{};
+  struct Party {
+    std::string owner;
+    std::string remedy{};  // or the usual one
+  };
+  std::vector<Party> parties{};
 };
 
 // Whether a rank's word of that party has "#" and a digest in it.

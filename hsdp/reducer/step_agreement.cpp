@@ -113,7 +113,9 @@ void StepAgreement::stop_waiting() {
 StepAgreement::Judgement StepAgreement::judge(const Words& words) {
   WordNames names = names_;
   for (const Present& present : parties()) {
-    names.parties.push_back(present.party ? present.party->owner() : "an optimizer or replica hop");
+    names.parties.push_back(present.party
+                                ? WordNames::Party{present.party->owner(), present.party->remedy()}
+                                : WordNames::Party{"an optimizer or replica hop"});
   }
   Judgement judgement;
   if (auto mismatch = find_mismatch(words.all, world_.world_ranks(), names)) {

@@ -587,6 +587,11 @@ void Steps::count_backwards(std::int64_t backwards) {
 std::optional<Words> Steps::raise_counts(std::int64_t word) {
   if (!plan_->packs_late) return std::nullopt;
   std::optional<Words> words;
+  const Operation waiting(groups_.operations, {.kind = OperationKind::kWait});
+  const Operation saying(groups_.operations, {.kind = OperationKind::kWord,
+                                              .step = plan_->step,
+                                              .microbatch = plan_->microbatch,
+                                              .turn = word});
   try {
     words = agreement_.collect(word);
   } catch (...) {

@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +41,8 @@ CASES = {
 # Elements of a message: about a layer, about half of the model, and all of it.
 BUCKETS = {"256k": 256 << 10, "1m": 1_000_000, "4m": 4 << 20}
 WAYS = ("in_step", "overlapped")
-Seconds = tuple[float, float, float]  # of a forward, of an iteration, exposed of a gather
+# Of a forward, or what else is timed apart; of an iteration; exposed of a gather.
+Seconds = tuple[float, float, float]
 Key = tuple[int, str, str]  # a stage, a bucket, a way
 
 
@@ -79,13 +81,11 @@ def make(mesh: hsdp.Mesh, case: Case, stage: int, bucket: str, overlap: bool) ->
     return iteration
 
 
-def time_rounds(mesh: hsdp.Mesh, case: Case, rounds: int) -> dict[Key, torch.Tensor]:
+def time_rounds(
+    mesh: hsdp.Mesh, variants: dict[Any, Callable[[], Seconds]], rounds: int
+) -> dict[Any, torch.Tensor]:
     """Of the slowest rank: a row for each round, with columns as in Seconds."""
-    variants = {
-        (stage, bucket, way): make(mesh, case, stage, bucket, way == "overlapped")
-        for stage in (1, 2) for bucket in BUCKETS for way in WAYS
-    }
-    seconds: dict[Key, list[Seconds]] = {key: [] for key in variants}
+    seconds: dict[Any, list[Seconds]] = {key: [] for key in variants}
     gc.disable()
     for number in range(rounds + 2):  # the first gather is in another order, the second allocates
         for key in variants if number % 2 == 0 else reversed(variants):
@@ -122,7 +122,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with hsdp.init_mesh(replicate=1, shard=hsdp.job_size()) as mesh:
         for name in asked.cases:
-            seconds = time_rounds(mesh, CASES[name], asked.rounds)
+            variants = {
+                (stage, bucket, way): make(mesh, CASES[name], stage, bucket, way == "overlapped")
+                for stage in (1, 2) for bucket in BUCKETS for way in WAYS
+            }
+            seconds = time_rounds(mesh, variants, asked.rounds)
             if mesh.rank == 0:
                 report(name, seconds)
 

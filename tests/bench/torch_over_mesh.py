@@ -11,7 +11,6 @@ taken within a round; medians over rounds. Prints `value NAME NUMBER` lines.
 from __future__ import annotations
 
 import argparse
-import gc
 import pathlib
 import statistics
 import sys
@@ -26,7 +25,8 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import hsdp
-from torch_zero import alone, ddp
+from torch_gather import Seconds, time_rounds
+from torch_zero import alone, ddp, ours
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import beside_fsdp2 as example  # noqa: E402
@@ -37,7 +37,6 @@ ROWS = {"link": 512, "long": 2048}  # forwards shorter than the gather, and long
 WAYS: dict[str, tuple[Any, bool]] = {
     "shard": ("shard", True), "mesh": ("mesh", True), "mesh_in_step": ("mesh", False)
 }
-Seconds = tuple[float, float, float]  # of an iteration, of the update alone, exposed of the gather
 
 
 def over_link(mesh: hsdp.Mesh, rows: int, over: Any, overlap: bool) -> Callable[[], Seconds]:
@@ -72,7 +71,7 @@ def over_link(mesh: hsdp.Mesh, rows: int, over: Any, overlap: bool) -> Callable[
         optimizer.step()
         forward_and_backward()
         whole = time.perf_counter() - start
-        return whole, update, optimizer.gather_stats().exposed_s - exposed
+        return update, whole, optimizer.gather_stats().exposed_s - exposed
 
     forward_and_backward()
     return iteration
@@ -80,45 +79,18 @@ def over_link(mesh: hsdp.Mesh, rows: int, over: Any, overlap: bool) -> Callable[
 
 def measure_link(mesh: hsdp.Mesh, case: str, rounds: int) -> None:
     variants = {name: over_link(mesh, ROWS[case], *way) for name, way in WAYS.items()}
-    seconds: dict[str, list[Seconds]] = {name: [] for name in variants}
-    gc.disable()
-    for number in range(rounds + 2):  # the first gather is in another order, the second allocates
-        for name in variants if number % 2 == 0 else reversed(variants):
-            mesh.world.barrier()
-            measured = variants[name]()
-            if number >= 2:
-                seconds[name].append(measured)
-    gc.enable()
-    slowest = {}
-    for name, own in seconds.items():
-        every = torch.from_dlpack(mesh.world.all_gather(torch.tensor(own).flatten()))
-        slowest[name] = every.view(mesh.size, rounds, -1).amax(0).unbind(1)
+    slowest = {name: each.unbind(1) for name, each in time_rounds(mesh, variants, rounds).items()}
     if mesh.rank > 0:
         return
     shard, whole, in_step = (slowest[name] for name in WAYS)
     values = {
-        "shard_ms": 1e3 * shard[0], "mesh_ms": 1e3 * whole[0], "ratio": whole[0] / shard[0],
-        "shard_update_ms": 1e3 * shard[1], "mesh_update_ms": 1e3 * whole[1],
-        "update_ratio": shard[1] / whole[1], "gather_ms": 1e3 * in_step[2],
+        "shard_ms": 1e3 * shard[1], "mesh_ms": 1e3 * whole[1], "ratio": whole[1] / shard[1],
+        "shard_update_ms": 1e3 * shard[0], "mesh_update_ms": 1e3 * whole[0],
+        "update_ratio": shard[0] / whole[0], "gather_ms": 1e3 * in_step[2],
         "hidden": 1 - whole[2] / in_step[2],
     }
     for name, of_rounds in values.items():
         print(f"value torch_over_mesh_{case}_{name} {float(of_rounds.quantile(0.5)):.4f}")
-
-
-def ours(model: nn.Module, inputs: torch.Tensor, mesh: hsdp.Mesh, over: Any) -> example.Step:
-    reducer = hsdp.Reducer(mesh, shard_over=over)
-    reducer.attach(model)
-    optimizer = hsdp.zero.ShardedOptimizer(
-        torch.optim.AdamW, model, reducer, overlap_param_gather=False  # parameters are usable after it
-    )
-
-    def step() -> None:
-        with reducer.microbatch(last=True):
-            example.backward(model, inputs, 0)
-        optimizer.step()
-
-    return step
 
 
 def measure_memory(mesh: hsdp.Mesh, rounds: int) -> None:
@@ -130,8 +102,8 @@ def measure_memory(mesh: hsdp.Mesh, rounds: int) -> None:
     )
     systems = {
         "none": alone(model(), inputs, mesh.size),
-        "shard": ours(model(), inputs, mesh, "shard"),
-        "mesh": ours(model(), inputs, mesh, "mesh"),
+        "shard": ours(model(), inputs, mesh),
+        "mesh": ours(model(), inputs, mesh, over="mesh"),
         "zero_redundancy": ddp(model(), inputs, zero_redundancy),
     }
     seconds = example.time_steps(systems, rounds)

@@ -27,7 +27,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hsdp
-from hsdp.options import Layout
+from hsdp.options import Layout, ShardOver
 from torch_step import report_overhead, small_parameters
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
@@ -55,9 +55,9 @@ def alone(model: nn.Module, inputs: torch.Tensor, share: int) -> example.Step:
 
 def ours(
     model: nn.Module, inputs: torch.Tensor, mesh: hsdp.Mesh, cls: Any = torch.optim.AdamW,
-    layout: Layout = "flat",
+    layout: Layout = "flat", over: ShardOver = "shard",
 ) -> example.Step:
-    reducer = hsdp.Reducer(mesh, layout=layout)
+    reducer = hsdp.Reducer(mesh, layout=layout, shard_over=over)
     reducer.attach(model)
     optimizer = hsdp.zero.ShardedOptimizer(
         cls, model, reducer, overlap_param_gather=False  # parameters are usable after it

@@ -34,16 +34,22 @@ def mean_gradients(size: int) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
+def reduced(mesh: hsdp.Mesh, over: Any) -> hsdp.Reducer:
+    reducer = hsdp.Reducer(mesh, bucket_bytes=256, shard_over=over)
+    for name, shape in SHAPES.items():
+        reducer.register(name, shape)
+    with reducer.microbatch(last=True):
+        for name in SHAPES:
+            reducer.gradient_ready(name, gradient(name, mesh.rank))
+    return reducer
+
+
 def write(folder: str) -> None:
     with hsdp.init_mesh(2, 2) as mesh:
-        reducer = hsdp.Reducer(mesh, bucket_bytes=256)
-        for name, shape in SHAPES.items():
-            reducer.register(name, shape)
-        with reducer.microbatch(last=True):
-            for name in SHAPES:
-                reducer.gradient_ready(name, gradient(name, mesh.rank))
-        reducer.save_snapshot(pathlib.Path(folder) / "mesh", step=7)
-        reducer.flush()
+        for over, name in (("mesh", "over_mesh"), ("shard", "mesh")):
+            reducer = reduced(mesh, over)
+            reducer.save_snapshot(pathlib.Path(folder) / name, step=7)
+            reducer.flush()
         whole = {name: np.empty(shape, np.float32) for name, shape in SHAPES.items()}
         reducer.gather_gradients(whole)
         hsdp.write_snapshot(f"{folder}/all_ranks", whole, mesh, step=7)
@@ -94,6 +100,8 @@ def compare(folder: pathlib.Path) -> None:
     assert hsdp_check(folder / "mesh", folder / "reference.h5") == 0
     assert hsdp_check(folder / "mesh", folder / "off") == 1
     assert hsdp_check(folder / "all_ranks") == 0
+    assert hsdp_check("--bitwise", folder / "mesh", folder / "over_mesh") == 0
+    assert hsdp_check(folder / "over_mesh", folder / "off") == 1
 
 
 def test_plain_arrays_of_every_dtype(tmp_path: pathlib.Path) -> None:

@@ -348,10 +348,6 @@ def test_masters_that_were_written_to_reach_pinned_units_and_state_dicts(mesh: h
 
 @on_mesh(2, 2)
 def test_what_does_not_fit_says_why(mesh: hsdp.Mesh) -> None:
-    reducer = hsdp.Reducer(mesh, verify_every=2, shard_over="mesh")
-    reducer.register("w", (8,))
-    assert 'got shard_over="mesh"' in message_of(lambda: reducer.begin_microbatch(last=True))
-    reducer.close()
     run = Run(mesh, "mesh")
     run.step(0)
     assert "as in the steps so far" in message_of(lambda: run.reducer._set_shard_over("shard"))
@@ -365,6 +361,27 @@ def test_what_does_not_fit_says_why(mesh: hsdp.Mesh) -> None:
         hsdp.Reducer(mesh, shard_over="mesh" if mesh.rank == 1 else "shard")
     with pytest.raises(hsdp.MismatchError, match="mesh-wide"):
         Run(mesh, "mesh" if mesh.rank == 1 else "shard")
+
+
+def steps_with_a_flipped_bit(over: Any) -> list[str]:
+    """The errors of this rank."""
+    with hsdp.init_mesh(2, 2) as mesh:
+        run = Run(mesh, over, reducer_options={"verify_every": 1})
+        run.step(0)
+        run.step(1)
+        run.optimizer.wait_parameters()
+        if mesh.rank == 2:
+            weight: Any = run.model[2].weight
+            weight.data[3, 1] += 1
+        with pytest.raises(hsdp.MismatchError) as error:
+            run.step(2)
+        return [str(error.value), *map(str, error.value.ranks)]
+
+
+def test_parameters_are_compared(ranks: Launcher) -> None:
+    for over in OVERS:
+        for text, *at_fault in ranks(4, steps_with_a_flipped_bit, over):
+            assert "parameters after their gather '2.weight of digest" in text and at_fault == ["2"]
 
 
 @on_mesh(1, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pathlib
 from typing import Any
 
@@ -14,6 +15,7 @@ from conftest import Launcher, on_mesh, on_ranks
 from fsdp2_model import start_torch
 from same_tensors import require_same, states_of
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,6 +31,7 @@ from hsdp.torch.flat_slice import FlatSlice
 from hsdp.zero import ShardedOptimizer
 
 DTYPES = ("float32", "bfloat16")
+OVERS = ("shard", "mesh")
 
 
 class Net(nn.Module):
@@ -55,14 +58,16 @@ class Net(nn.Module):
 class Run:
     """Trains a model with one stage."""
 
-    def __init__(self, mesh: hsdp.Mesh, stage: int, dtype_name: str, seed: int = 0) -> None:
+    def __init__(
+        self, mesh: hsdp.Mesh, stage: int, dtype_name: str, seed: int = 0, over: Any = "shard"
+    ) -> None:
         self.mesh = mesh
         self.model = Net(getattr(torch, dtype_name), seed)
         self.reducer = hsdp.Reducer(mesh, bucket_bytes=256)
         self.reducer.attach(self.model)
         options: Any = {"persistence_threshold": 8} if stage == 3 else {}
         self.optimizer = ShardedOptimizer(
-            torch.optim.AdamW, self.model, self.reducer, stage=stage, lr=0.02, **options
+            torch.optim.AdamW, self.model, self.reducer, stage=stage, shard_over=over, lr=0.02, **options
         )
 
     def step(self, number: int) -> None:
@@ -103,46 +108,56 @@ class Run:
         self.reducer.close()
 
 
-def save_all(folder: str, shard: int) -> None:
+def save_all(folder: str, replicate: int, shard: int, over: Any) -> None:
     start_torch(folder)
-    with hsdp.init_mesh(shard=shard) as mesh:
+    with hsdp.init_mesh(replicate, shard) as mesh:
         for dtype in DTYPES:
             for stage in (2, 3):
-                run = Run(mesh, stage, dtype)
+                run = Run(mesh, stage, dtype, over=over)
                 run.step(0)
                 run.step(1)
-                run.save(f"{folder}/{stage}_{dtype}")
+                path = f"{folder}/{over}_{stage}_{dtype}"
+                run.save(path)
                 before = run.everything()
                 run.step(2)
+                after = run.everything()
                 if mesh.rank == 0:
-                    torch.save([before, run.everything()], f"{folder}/{stage}_{dtype}.pt")
-                else:
-                    run.everything()
+                    require_each_element_once(path)
+                    torch.save([before, after], f"{path}.pt")
                 run.close()
 
 
-def load_all(folder: str, replicate: int, shard: int) -> None:
+def require_each_element_once(path: str) -> None:
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    for key, one in metadata.state_dict_metadata.items():
+        if isinstance(one, TensorStorageMetadata):
+            assert sum(chunk.sizes.numel() for chunk in one.chunks) == one.size.numel(), key
+
+
+def load_all(folder: str, replicate: int, shard: int, over: Any) -> None:
     start_torch(folder)
-    with hsdp.init_mesh(replicate=replicate, shard=shard) as mesh:
-        for dtype in DTYPES:
-            for stage in (1, 3):
-                for saved in (2, 3):
-                    run = Run(mesh, stage, dtype, seed=3)
-                    if saved == 2:
-                        run.step(7)
-                    run.load(f"{folder}/{saved}_{dtype}", optimizer_first=stage == saved)
-                    before, after = torch.load(f"{folder}/{saved}_{dtype}.pt")
-                    require_same(run.everything(), before)
-                    if shard == 2:  # a mean of equal gradients has their bits
-                        run.step(2)
-                        require_same(run.everything(), after)
-                    run.close()
+    with hsdp.init_mesh(replicate, shard) as mesh:
+        for dtype, stage, saved, saved_over in itertools.product(DTYPES, (1, 3), (2, 3), OVERS):
+            run = Run(mesh, stage, dtype, seed=3, over=over)
+            if saved == 2:
+                run.step(7)
+            path = f"{folder}/{saved_over}_{saved}_{dtype}"
+            run.load(path, optimizer_first=stage == saved)
+            before, after = torch.load(f"{path}.pt")
+            require_same(run.everything(), before)
+            if shard == 2:  # a mean of equal gradients has their bits
+                run.step(2)
+                require_same(run.everything(), after)
+            run.close()
 
 
 def test_checkpoints_cross_between_stages_and_meshes(ranks: Launcher, tmp_path: pathlib.Path) -> None:
-    ranks(2, save_all, str(tmp_path), 2)
-    ranks(3, load_all, str(tmp_path), 1, 3)
-    ranks(4, load_all, str(tmp_path), 2, 2)
+    ranks(2, save_all, str(tmp_path), 1, 2, "shard")
+    ranks(4, save_all, str(tmp_path), 2, 2, "mesh")
+    ranks(3, load_all, str(tmp_path), 1, 3, "shard")
+    ranks(3, load_all, str(tmp_path), 3, 1, "mesh")
+    for over in OVERS:
+        ranks(4, load_all, str(tmp_path), 2, 2, over)
 
 
 @on_ranks(2)
@@ -159,48 +174,49 @@ def test_checkpoints_cross_to_fsdp2_and_back(tmp_path: str) -> None:
         return model, torch.optim.AdamW(named, lr=0.02)
 
     whole = StateDictOptions(full_state_dict=True)
-    with hsdp.init_mesh(shard=2) as mesh:
-        theirs, their_optimizer = sharded(0)
-        for seed in range(2):
-            tokens = torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(seed))
-            nn.functional.cross_entropy(theirs(tokens).flatten(0, 1), tokens.flatten()).backward()
-            their_optimizer.step()
-            their_optimizer.zero_grad()
-        state = {
-            "model": get_model_state_dict(theirs),
-            "optim": get_optimizer_state_dict(theirs, their_optimizer),
-        }
-        dcp.save(state, checkpoint_id=f"{tmp_path}/fsdp2")
-        want = get_model_state_dict(theirs, options=whole)
-        want_states = get_optimizer_state_dict(theirs, their_optimizer, options=whole)["state"]
+    theirs, their_optimizer = sharded(0)
+    for seed in range(2):
+        tokens = torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(seed))
+        nn.functional.cross_entropy(theirs(tokens).flatten(0, 1), tokens.flatten()).backward()
+        their_optimizer.step()
+        their_optimizer.zero_grad()
+    state = {
+        "model": get_model_state_dict(theirs),
+        "optim": get_optimizer_state_dict(theirs, their_optimizer),
+    }
+    dcp.save(state, checkpoint_id=f"{tmp_path}/fsdp2")
+    want = get_model_state_dict(theirs, options=whole)
+    want_states = get_optimizer_state_dict(theirs, their_optimizer, options=whole)["state"]
 
-        run = Run(mesh, 3, "float32", seed=5)
-        run.load(f"{tmp_path}/fsdp2")
-        got = run.optimizer.full_model_state_dict(run.model)
-        assert got.keys() >= set(want)
-        for key, value in want.items() if mesh.rank == 0 else ():
-            assert torch.equal(got[key], value), key
-        states = run.optimizer.full_state_dict()["state"]
-        names = [n for n, p in run.model.named_parameters() if p.requires_grad]
-        for number, name in enumerate(names) if mesh.rank == 0 else ():
-            for key, value in want_states[name].items():
-                assert torch.equal(states[number][key], value), (name, key)
+    for over, shape in (("shard", (1, 2)), ("mesh", (2, 1))):
+        with hsdp.init_mesh(*shape) as mesh:
+            run = Run(mesh, 3, "float32", seed=5, over=over)
+            run.load(f"{tmp_path}/fsdp2")
+            got = run.optimizer.full_model_state_dict(run.model)
+            assert got.keys() >= set(want)
+            for key, value in want.items() if mesh.rank == 0 else ():
+                assert torch.equal(got[key], value), key
+            states = run.optimizer.full_state_dict()["state"]
+            names = [n for n, p in run.model.named_parameters() if p.requires_grad]
+            for number, name in enumerate(names) if mesh.rank == 0 else ():
+                for key, value in want_states[name].items():
+                    assert torch.equal(states[number][key], value), (name, key)
 
-        run.step(2)
-        run.save(f"{tmp_path}/ours")
-        want = run.optimizer.full_model_state_dict(run.model)
-        back, back_optimizer = sharded(9)
-        state = {
-            "model": get_model_state_dict(back),
-            "optim": get_optimizer_state_dict(back, back_optimizer),
-        }
-        dcp.load(state, checkpoint_id=f"{tmp_path}/ours")
-        set_model_state_dict(back, state["model"])
-        set_optimizer_state_dict(back, back_optimizer, optim_state_dict=state["optim"])
-        got = get_model_state_dict(back, options=whole)
-        for key, value in got.items():
-            assert torch.equal(value, want[key]), key
-        run.close()
+            run.step(2)
+            run.save(f"{tmp_path}/{over}")
+            ours = run.optimizer.full_model_state_dict(run.model)
+            back, back_optimizer = sharded(9)
+            state = {
+                "model": get_model_state_dict(back),
+                "optim": get_optimizer_state_dict(back, back_optimizer),
+            }
+            dcp.load(state, checkpoint_id=f"{tmp_path}/{over}")
+            set_model_state_dict(back, state["model"])
+            set_optimizer_state_dict(back, back_optimizer, optim_state_dict=state["optim"])
+            got = get_model_state_dict(back, options=whole)
+            for key, value in got.items():
+                assert torch.equal(value, ours[key]), key
+            run.close()
 
 
 @on_mesh(1, 2)

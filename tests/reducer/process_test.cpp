@@ -85,7 +85,8 @@ INSTANTIATE_TEST_SUITE_P(Meshes, SameBits, testing::Values(MeshShape{2, 2}, Mesh
 
 // Steps until something goes wrong; notes what, whom it names and when. `forks` a child once the
 // connections stand.
-int run_until_error(MeshShape shape, double timeout_s, bool forks = false) {
+int run_until_error(MeshShape shape, double timeout_s, bool forks = false,
+                    ShardOver over = ShardOver::kShard) {
   const StepCase step = random_step(odd_parameters(Dtype::kF32), shape.size(),
                                     {Sync::kShard, Sync::kNone, Sync::kAll}, 9);
   const Mesh mesh =
@@ -94,7 +95,7 @@ int run_until_error(MeshShape shape, double timeout_s, bool forks = false) {
     ::pause();
     ::_exit(0);
   }
-  Reducer reducer(mesh, {.bucket_bytes = 4 << 10});
+  Reducer reducer(mesh, {.bucket_bytes = 4 << 10, .shard_over = over});
   register_all(reducer, step);
   const auto noted = [](const RankError& error) {
     note(std::to_string(Clock::now().time_since_epoch().count()));
@@ -136,6 +137,7 @@ struct Victim {
   std::string transport;
   int rank = 0;
   bool has_child = false;  // a data loader, which keeps the dead rank's sockets open
+  ShardOver over = ShardOver::kShard;
 };
 
 void PrintTo(const Victim& victim, std::ostream* out) { *out << "rank " << victim.rank; }
@@ -148,6 +150,9 @@ std::vector<Victim> victims() {
     }
   }
   all.push_back({kSquare, "auto", 2, true});
+  for (const char* const transport : {"auto", "tcp"}) {
+    all.push_back({kSquare, transport, 1, false, ShardOver::kMesh});
+  }
   return all;
 }
 
@@ -156,7 +161,8 @@ class Killed : public testing::TestWithParam<Victim> {};
 TEST_P(Killed, IsNamedByTheOthersWithinTwoSeconds) {
   const Victim& victim = GetParam();
   ProcessRanks ranks(victim.shape.size(), options_for(victim.transport), [&](int rank) {
-    return run_until_error(victim.shape, 30.0, victim.has_child && rank == victim.rank);
+    return run_until_error(victim.shape, 30.0, victim.has_child && rank == victim.rank,
+                           victim.over);
   });
   ASSERT_TRUE(ranks.wait_for_note(victim.rank, "running"));
   const Clock::time_point killed = Clock::now();
@@ -193,7 +199,8 @@ TEST_P(Stopped, IsNamedAfterTheTimeoutAndRaisesTheSameWhenContinued) {
 
 std::string victim_name(const testing::TestParamInfo<Victim>& info) {
   return to_string(info.param.shape) + "_" + info.param.transport + "_rank_" +
-         std::to_string(info.param.rank) + (info.param.has_child ? "_with_child" : "");
+         std::to_string(info.param.rank) + (info.param.has_child ? "_with_child" : "") +
+         (info.param.over == ShardOver::kMesh ? "_over_mesh" : "");
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryRank, Killed, testing::ValuesIn(victims()), victim_name);

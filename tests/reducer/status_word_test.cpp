@@ -167,7 +167,7 @@ TEST(StatusWord, OfManyRanksMostAreRightAndTheFirstOthersAreNamed) {
 
 TEST(StatusWord, ThePartiesOfThoseWhoGoOnMustSayTheSame) {
   std::vector<StatusWord> words(3, {.call = "finish", .sections = {"", std::string("\0 \n", 3)}});
-  const WordNames names{.parties = {"replica hop loco", "optimizer adam"}};
+  const WordNames names{.parties = {{"replica hop loco"}, {"optimizer adam"}}};
   EXPECT_EQ(mismatch_of(words, names), "");
   words[1].sections[0] = "step 3";
   EXPECT_THAT(mismatch_of(words, names),
@@ -192,7 +192,7 @@ comm::Agreement told(std::span<const std::string> details) {
 TEST(StatusWord, ThePartyThatDiffersShowsItsFirstLineThatDoes) {
   std::vector<StatusWord> words(3, {.call = "finish", .sections = {"one", "#1"}});
   words[2].sections[1] = "#2";
-  const WordNames names{.parties = {"first", "second"}};
+  const WordNames names{.parties = {{"first"}, {"second"}}};
   const comm::Agreement said = join(words).all;
   ASSERT_EQ(find_mismatch(said, kRanks, names)->party, 1U);
   EXPECT_THAT(mismatch_of(said, names), HasSubstr("(# is a digest of more"));

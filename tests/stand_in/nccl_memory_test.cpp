@@ -4,6 +4,8 @@
 
 #include <array>
 #include <cstdint>
+#include <filesystem>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,8 +14,10 @@
 #include "gpu_rank.h"
 #include "hsdp/device/buffer.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer.h"
 #include "nccl_ranks.h"
 #include "tests/comm/elements.h"
+#include "tests/support/temporary_directory.h"
 
 namespace hsdp::test {
 namespace {
@@ -159,6 +163,27 @@ TEST(NcclMemory, ThatACallFindsMissingIsAnErrorOfAllAndTheyGoOn) {
     stream.synchronize();
     EXPECT_EQ(data[0], 3.0);
   });
+}
+
+// Whole slices, which no rank has where results are cut over the replicas.
+TEST(NcclMemory, ThatASnapshotFindsMissingOnOneRankIsAnErrorOfAllAndTheyGoOn) {
+  const TemporaryDirectory folder;
+  const StepCase step = random_step({{.name = "w", .shape = {4096}}}, 2, {Sync::kAll}, 0);
+  run_nccl_mesh({2, 1}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.shard_over = ShardOver::kMesh});
+    GpuRank rank(reducer, step, mesh);
+    rank.run();
+    static_cast<void>(mesh.world().exchange("", "begin"));
+    if (mesh.rank() == 1) stand_in::fail_allocation({{.device = 1}});
+    static_cast<void>(mesh.world().exchange("", "fail"));
+    const auto save = [&] { reducer.save_snapshot(folder.path(), 1); };
+    const char* const text = mesh.rank() == 1 ? "cannot allocate 16384 bytes"
+                                              : "rank 1 of 2 could not allocate whole slices";
+    EXPECT_THAT(save, ThrowsMessage<Error>(HasSubstr(text)));
+    save();
+    reducer.flush_snapshots();
+  });
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 2);
 }
 
 TEST(NcclMemory, ThatWasReservedIsAllThatCallsNeed) {

@@ -247,11 +247,11 @@ std::vector<std::int64_t> messages_of_lanes(const Mesh& mesh, int count, int ste
         }
         open.end();
       }
-      if (has_units) unit_gather->end();
+      if (has_units) unit_gather->end(stream.record());
     }
     EXPECT_FALSE(first.found_inf());
     EXPECT_FALSE(second.found_inf());
-    if (has_units) stream.wait(unit_gather->begin_update());
+    if (has_units) stream.wait(unit_gather->begin_update(stream.record()));
     gather.wait_all();
     after.push_back(first.stats().control_message_count);
   }

@@ -145,16 +145,43 @@ TEST_P(NcclUnits, AreGatheredBesideMicrobatches) {
             gather.wait(u, rank.stream());
             units.expect(number, u, "seed " + std::to_string(seed));
           }
-          gather.end();
+          gather.end(rank.stream().record());
         }
         result = rank.read();
-        rank.stream().wait(gather.begin_update());
+        rank.stream().wait(gather.begin_update(rank.stream().record()));
       }
       rank.stream().synchronize();
       return result;
     });
     expect_reference(results, step, options, shape, "beside gathers");
   }
+}
+
+// It asks for no unit, and what it has updated is read all the same.
+TEST_P(NcclUnits, OfARankThatOnlyServesAreUpdatedBeforeTheyAreRead) {
+  const StepCase step =
+      random_step(odd_parameters(Dtype::kBf16), GetParam().size(), {Sync::kAll}, 0);
+  stand_in::delay_work(0);
+  run_nccl_mesh(GetParam(), [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    GpuRank rank(reducer, step, mesh);
+    reducer.prepare();
+    Stream& stream = rank.stream();
+    GpuUnits units(reducer, step, mesh, stream);
+    UnitGather gather(reducer, units.units());
+    for (int number = 0; number < 6; ++number) {
+      units.update(number);
+      const bool serves = mesh.rank() == number % mesh.size();
+      for (int u = 0; u < kUnits && !serves; ++u) {
+        gather.gather(u, units.arrays(u), stream.record());
+        gather.wait(u, stream);
+        units.expect(number, u, "number " + std::to_string(number));
+      }
+      if (number % 2 == 0) gather.end(stream.record());
+      stream.wait(gather.begin_update(stream.record()));
+    }
+    stream.synchronize();
+  });
 }
 
 INSTANTIATE_TEST_SUITE_P(Meshes, NcclUnits,
@@ -218,7 +245,7 @@ class Stage3 {
       if (odd.again.contains(u)) use(u, odd);
     }
     for (const int u : odd.late) give(u);
-    gather_->end();
+    end();
     open.end();
   }
   // One over these units, forward and back again: each gets its gradient where it is used last.
@@ -229,7 +256,7 @@ class Stage3 {
       use(*u, {});
       if (std::find(u + 1, forward.rend(), *u) == forward.rend()) give(*u);
     }
-    gather_->end();
+    end();
     open.end();
   }
   // The same as hsdp.torch does it: the next unit is gathered ahead, as a guess from what came
@@ -245,7 +272,7 @@ class Stage3 {
       give(u);
     }
     requested_.reset();
-    gather_->end();
+    end();
     open.end();
   }
   // One that an exception leaves when so many units were used.
@@ -265,7 +292,8 @@ class Stage3 {
     for (int u = units_ - 1; u >= 0; --u) give(u);
     open.end();
   }
-  void update() { stream_.wait(gather_->begin_update()); }
+  void end() { gather_->end(stream_.record()); }
+  void update() { stream_.wait(gather_->begin_update(stream_.record())); }
   // The mean over all ranks, of whom some have left units out.
   void expect(const std::vector<Odd>& of_ranks) {
     expect(std::ssize(of_ranks), [&](int u, std::size_t r) {
@@ -301,7 +329,6 @@ class Stage3 {
   }
   [[nodiscard]] std::int64_t messages() const { return reducer_.stats().control_message_count; }
   [[nodiscard]] Reducer& reducer() { return reducer_; }
-  UnitGather& gather() { return *gather_; }
   void use(int u, const Odd& odd) {
     if (odd.units.contains(u)) return;
     const auto k = static_cast<std::size_t>(u);
@@ -445,7 +472,7 @@ void expect_dropped_step(Missing missing, const Stage3::Odd& what, const std::st
           EXPECT_THAT(error.what(), ::testing::HasSubstr("gradient of 'unit 2'"));
           EXPECT_THAT(error.what(), ::testing::HasSubstr(why));
         }
-        model.gather().end();
+        model.end();
       } else {
         model.step({.given = [&](int unit) {
           if (unit == 0) others.count_down();
@@ -607,7 +634,7 @@ void expect_right_after_drop(const std::function<void(Stage3& model)>& drop,
       if (is_dropped && mesh.rank() == 1) {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         drop(model);
-        model.gather().end();
+        model.end();
       } else {
         go_on(model);
         if (is_dropped) {

@@ -147,7 +147,10 @@ TEST_F(FlightRecord, NamesTheRankThatDoesNotComeToItsMicrobatch) {
 
 TEST_F(FlightRecord, NamesARankThatWasKilledAndLeftNone) {
   ProcessRanks ranks(4, options(), [](int) {
-    return run_until_error(kSquare, 30.0, 1, [] { ::raise(SIGKILL); });
+    return run_until_error(kSquare, 30.0, 1, [] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));  // until the others wait
+      ::raise(SIGKILL);
+    });
   });
   const auto outcomes = ranks.finish();
   for (const int rank : {0, 2, 3}) {

@@ -385,7 +385,7 @@ TEST_P(Units, AreWholeWhenTheyWereWaitedFor) {
             gather.wait(u);
             sliced.expect(u, "step " + std::to_string(step));
           }
-          gather.begin_update().wait();
+          gather.begin_update({}).wait();
         }
         // The small parameters of a unit travel together.
         EXPECT_EQ(gather.stats().gather_count, mesh.shard_size() == 1 ? 0 : 3 * kUnits);
@@ -412,9 +412,9 @@ TEST_P(Units, MayDifferBetweenRanks) {
         gather.gather(unit, sliced.arrays(unit), {});
         gather.wait(unit);
         sliced.expect(unit, "round " + std::to_string(i) + " of step " + std::to_string(step));
-        if (random() % 4 == 0) gather.end().wait();  // not as often on every rank
+        if (random() % 4 == 0) gather.end({}).wait();  // not as often on every rank
       }
-      gather.begin_update().wait();
+      gather.begin_update({}).wait();
     }
   });
 }
@@ -454,9 +454,9 @@ void run_program(const Mesh& mesh, std::uint64_t seed) {
         if (choice == 3) break;
         use(unit);
       }
-      if (!differs || own() % 2 == 0) gather.end().wait();
+      if (!differs || own() % 2 == 0) gather.end({}).wait();
     }
-    gather.begin_update().wait();
+    gather.begin_update({}).wait();
   }
 }
 
@@ -486,9 +486,9 @@ TEST(UnitGather, AsksAsOftenForManyUnitsAsForFew) {
             gather.wait(u);
             sliced.expect(u, "step " + std::to_string(step));
           }
-          gather.end().wait();
+          gather.end({}).wait();
         }
-        gather.begin_update().wait();
+        gather.begin_update({}).wait();
         if (mesh.rank() == 1) {
           sent.back().push_back(reducer.stats().control_message_count - before);
         }
@@ -570,11 +570,11 @@ TEST(UnitGather, GathersOnceWhatSeveralRanksWant) {
       gather.wait(1);
       sliced.expect(1, "wanted by two");
     }
-    gather.end().wait();
+    gather.end({}).wait();
     EXPECT_EQ(gather.stats().gather_count, 1);
     const int wanted = mesh.rank() == 2 ? 1 : 0;
     gather.gather(wanted, sliced.arrays(wanted), {});
-    gather.end().wait();
+    gather.end({}).wait();
     EXPECT_EQ(gather.stats().gather_count, 3) << "two wanted one, and one the other";
     EXPECT_EQ(reducer.stats().parameter_gather_bytes, 0) << "scratch is given back";
   });
@@ -591,7 +591,7 @@ TEST(UnitGather, GathersInAGroupWhatItsRanksWant) {
       gather.gather(wanted, sliced.arrays(wanted), {});
       gather.wait(wanted);
       sliced.expect(wanted, "in a group");
-      gather.end().wait();
+      gather.end({}).wait();
     }
     EXPECT_EQ(gather.stats().gather_count, 3);
   });
@@ -623,7 +623,7 @@ TEST(UnitGather, SendsLargeParametersByThemselves) {
     EXPECT_THAT(whole_small, testing::Each(5.0F));
     EXPECT_EQ(std::ranges::count(whole_large, 1.0F), kCount / 2);
     EXPECT_EQ(std::ranges::count(whole_large, 2.0F), kCount / 2);
-    gather.end().wait();
+    gather.end({}).wait();
   });
 }
 
@@ -663,7 +663,7 @@ TEST(UnitGather, RefusesWhatDoesNotFit) {
     gather.gather(1, sliced.arrays(1), {});
     gather.wait(1);
     sliced.expect(1, "after all that");
-    gather.end().wait();
+    gather.end({}).wait();
   });
 }
 
@@ -691,7 +691,7 @@ TEST(UnitGather, NamesTheUnitAndTheRankThatDoesNotCome) {
                UnitGather gather(reducer, sliced.units());
                for (int pass = 0; pass < passes_before; ++pass) {
                  for (const int unit : {0, 1}) gather.gather(unit, sliced.arrays(unit), {});
-                 gather.end().wait();
+                 gather.end({}).wait();
                }
                if (passes_before > 0) {
                  gather.gather(0, sliced.arrays(0), {});
@@ -699,7 +699,7 @@ TEST(UnitGather, NamesTheUnitAndTheRankThatDoesNotCome) {
                }
                if (mesh.rank() == 1) {
                  gave_up.wait(false);
-                 EXPECT_THROW(gather.end().wait(), TimeoutError) << "what the other one said";
+                 EXPECT_THROW(gather.end({}).wait(), TimeoutError) << "what the other one said";
                  return;
                }
                gather.gather(1, sliced.arrays(1), {});

@@ -208,6 +208,9 @@ Event Reducer::found_inf(TensorView out) { return parts_->results.found_inf(out)
 void Reducer::save_snapshot(const std::filesystem::path& path, std::int64_t step) {
   parts_->results.save_snapshot(path, step);
 }
+void Reducer::save_digest(const std::filesystem::path& folder, std::int64_t step) {
+  parts_->results.save_digest(folder, step);
+}
 void Reducer::flush_snapshots() { parts_->results.flush_snapshots(); }
 void Reducer::add_party(std::weak_ptr<StepParty> party) {
   parts_->steps.add_party(std::move(party));

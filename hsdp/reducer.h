@@ -251,6 +251,10 @@ class Reducer {
   // Collective where results are sharded over the mesh: gathers the replicas' parts first.
   void save_snapshot(const std::filesystem::path& path, std::int64_t step);
   void flush_snapshots();
+  // Appends digests of this rank's slices of the result to its file in that folder: some bytes a
+  // parameter, by which hsdp_check --digest compares two runs step by step. Local; on a GPU it
+  // waits for the result.
+  void save_digest(const std::filesystem::path& folder, std::int64_t step);
 
   // Tells `party` how steps end, and compares its words, from the next step on. Between steps, in
   // the same order on every rank; it is forgotten when it dies.

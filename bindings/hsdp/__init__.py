@@ -18,23 +18,15 @@ from hsdp.array import Array
 from hsdp.communicator import Communicator
 from hsdp.comparison import Comparison, ErrorHistogram, ParameterDifference, compare_snapshots
 from hsdp.errors import (
-    Error,
-    MismatchError,
-    PeerLostError,
-    SnapshotError,
-    StepAbortedError,
-    TimeoutError,
-    UsageError,
+    Error, MismatchError, PeerLostError, SnapshotError, StepAbortedError, TimeoutError, UsageError,
 )
 from hsdp.mesh import Mesh, init_mesh, job_size
 from hsdp.parameter import Balance, Parameter, Slice
-from hsdp.reducer import Reducer
-from hsdp.reducer_results import clip_grad_norm_
+from hsdp.reducer import Microbatch, Reducer, Step, clip_grad_norm_
 from hsdp.reducer_stats import ReducerStats
 from hsdp.replica_hop import PlainHop
 from hsdp.same_weights import broadcast_parameters
 from hsdp.snapshot import Snapshot, SnapshotInfo, read_snapshot, write_snapshot
-from hsdp.step_blocks import Microbatch, Step
 from hsdp.torch_memory import use_torch_memory as _use_torch_memory
 from hsdp.uneven import uneven
 

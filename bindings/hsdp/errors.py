@@ -48,3 +48,10 @@ class UsageError(Error, ValueError):
 
 class SnapshotError(Error):
     """A snapshot could not be written, read or understood."""
+
+
+def reason_of(what: str, error: BaseException) -> str:
+    """Why a step is dropped: what happened, and the first line of the error that caused it."""
+    text = f"{what} {type(error).__name__}"
+    detail = str(error).partition("\n")[0]
+    return f"{text}: {detail[:200]}" if detail else text

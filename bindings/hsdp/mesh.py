@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import operator
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +14,7 @@ from hsdp.closing import Closing
 from hsdp.communicator import Communicator
 from hsdp.current_stream import CurrentStream
 from hsdp.errors import Error, UsageError
+from hsdp.framework import current_device, is_distributed, of_torch
 from hsdp.keyword_hints import MESH, hinting
 from hsdp.options import Engine
 
@@ -202,10 +201,12 @@ def init_mesh(
     table = [] if ranks is None else [[_whole("ranks", rank) for rank in row] for row in ranks]
     where = "cpu" if device is None else str(device)
     if where == "cuda":
-        where = _current_device()
-    launch = _distributed_launch()
-    with contextlib.nullcontext() if launch is None else launch.launched(float(timeout_s)):
-        _meet_at_store(float(timeout_s))
+        where = current_device()
+    launched = of_torch("launched") if is_distributed() else contextlib.nullcontext
+    with launched(float(timeout_s)):
+        lost = _hsdp.needs_store()
+        if lost is not None and importlib.util.find_spec("torch") is not None:
+            of_torch("meet_at_store")(*lost, float(timeout_s))
         return Mesh(_hsdp.init_mesh(rows, columns, str(engine), where, table, float(timeout_s)))
 
 
@@ -216,22 +217,7 @@ def job_size() -> int:
     Raises UsageError if a launcher's variables contradict torch.distributed, or, without that, if they
     are incomplete or contradict each other.
     """
-    launch = _distributed_launch()
-    return _hsdp.job_size() if launch is None else int(launch.job_size())
-
-
-# The arguments of init_process_group about the ranks; None before it was called.
-def _distributed_launch() -> Any:
-    dist = sys.modules.get("torch.distributed")
-    if dist is None or not dist.is_available() or not dist.is_initialized():
-        return None
-    return importlib.import_module("hsdp.torch.distributed_launch")
-
-
-def _meet_at_store(timeout_s: float) -> None:
-    lost = _hsdp.needs_store()
-    if lost is not None and importlib.util.find_spec("torch") is not None:
-        importlib.import_module("hsdp.torch.store_rendezvous").meet_at_store(*lost, timeout_s)
+    return int(of_torch("job_size")()) if is_distributed() else _hsdp.job_size()
 
 
 def _whole(option: str, number: Any) -> int:
@@ -244,12 +230,6 @@ def _whole(option: str, number: Any) -> int:
     return whole
 
 
-def _current_device() -> str:
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    index = cuda.current_device() if cuda is not None and cuda.is_available() else 0
-    return f"cuda:{index}"
-
-
 def as_mesh(mesh: Any, call: str, remedy: str) -> Mesh:
     """Returns a Mesh for a Mesh or torch's DeviceMesh. `call` and `remedy` appear in the UsageError for
     anything else.
@@ -257,7 +237,7 @@ def as_mesh(mesh: Any, call: str, remedy: str) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     if hasattr(mesh, "mesh_dim_names"):
-        adapted: Mesh = importlib.import_module("hsdp.torch").mesh_from_torch(mesh)
+        adapted: Mesh = of_torch("mesh_from_torch")(mesh)
         return adapted
     raise UsageError(
         f"{call}: expected an hsdp.Mesh (hsdp.init_mesh) or a torch DeviceMesh, got an object of type "

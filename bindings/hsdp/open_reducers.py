@@ -5,25 +5,23 @@ from __future__ import annotations
 import atexit
 import sys
 import weakref
-from typing import TYPE_CHECKING
 
 from hsdp.errors import Error, UsageError
-
-if TYPE_CHECKING:
-    from hsdp.reducer import Reducer
+from hsdp.reducer_results import ReducerResults
 
 GRACE_S = 10.0
 
-open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
+open_reducers: weakref.WeakSet[ReducerResults] = weakref.WeakSet()
 
 
-def leave(reducer: Reducer, reason: str, grace_s: float) -> None:
+def leave(reducer: ReducerResults, reason: str, grace_s: float) -> None:
     """Closes `reducer` on a rank that will not continue. The others learn that its step is dropped. If
     one does not within `grace_s`, because it waits for this rank elsewhere (in torch.distributed,
     say), the mesh ends on every rank.
     """
     try:
         reducer._leave(reason, grace_s)
+        open_reducers.discard(reducer)
     except Exception:  # the reason why this rank leaves is more important
         pass
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import sys
 from contextlib import AbstractContextManager
+
+from hsdp.framework import of_torch
 
 _NOTHING = contextlib.nullcontext()
 
@@ -18,8 +19,7 @@ def profiler_range(name: str) -> AbstractContextManager[object]:
     """
     if "torch.autograd.profiler" not in sys.modules:
         return _NOTHING
-    private_torch = importlib.import_module("hsdp.torch.private_torch")
-    if not private_torch.profiler_is_on():
+    if not of_torch("profiler_is_on")():
         return _NOTHING
     block: AbstractContextManager[object] = sys.modules["torch"].profiler.record_function(name)
     return block

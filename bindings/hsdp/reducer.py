@@ -3,51 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hsdp import _hsdp
 from hsdp.array import as_shape
+from hsdp.attachment import Attachment
 from hsdp.caller_warning import warn_caller
 from hsdp.closing import Closing
 from hsdp.dtypes import DtypeLike, registered, wire_text
-from hsdp.errors import Error, StepAbortedError, UsageError
+from hsdp.errors import Error, UsageError, reason_of
+from hsdp.framework import Module, of_torch
 from hsdp.keyword_hints import REDUCER, hinting
 from hsdp.mesh import as_mesh
-from hsdp.named_errors import naming_itself, who_of
+from hsdp.named_errors import naming, naming_itself, who_of
 from hsdp.open_reducers import open_reducers
 from hsdp.options import (
-    Accumulate,
-    AccumulateDtype,
-    AccumulateOn,
-    Backwards,
-    DivideBy,
-    Layout,
-    Missing,
-    PartialSync,
-    Reduction,
-    ShardOver,
-    Sync,
+    AccumulateDtype, AccumulateOn, Backwards, DivideBy, Layout, Missing, PartialSync, Reduction,
+    ShardOver, Sync,
 )
 from hsdp.parameter import Parameter
 from hsdp.profiler_range import profiler_range
-from hsdp.reducer_results import ReducerResults
+from hsdp.reducer_results import ReducerResults, clip
 from hsdp.reducer_text import Wires, how_even, what_is_reduced, where_it_stands
-from hsdp.same_weights import require_same_models
-from hsdp.step_blocks import Microbatch, Step, reason_of
-from hsdp.weak_calls import WeakCalls
-
-if TYPE_CHECKING:
-    import torch
-
-    from hsdp.communicator import Communicator
-    from hsdp.attachment import Attachment
-    from hsdp.uneven import UnevenLoop
-
 
 @naming_itself
 class Reducer(ReducerResults, Closing):
@@ -127,10 +108,9 @@ class Reducer(ReducerResults, Closing):
     ) -> None:
         self._name = name or None
         self._who = who_of([name])
-        self._mesh = as_mesh(
+        own_mesh = as_mesh(
             mesh, "reducer: mesh", "it comes first, and a model goes to reducer.attach(model)"
         )
-        self._closed = False
         self._wires = Wires(wire_text(reduce_dtype), wire_text(replica_dtype), replica_hop)
         options = {
             "name": "" if name is None else name,
@@ -148,20 +128,9 @@ class Reducer(ReducerResults, Closing):
             "verify_every": _whole(verify_every, "verify_every"),
             "shard_over": shard_over,
         }
-        self._handle = _hsdp.Reducer(self._mesh._handle, options)
+        super().__init__(own_mesh, _hsdp.Reducer(own_mesh._handle, options), shard_over)
         self._layout: Layout = layout
-        self._shard_over: ShardOver = shard_over
-        self._attachments: list[Attachment] = []
-        self._is_agreed = True  # whether attachments are known to be the same on every rank
-        # Called before the ranks compare their words, and may change them.
-        self._before_words = WeakCalls()
-        # Called with this Reducer when this rank's passes of a microbatch have ended or been abandoned.
-        self._after_passes = WeakCalls()
-        self._uneven: UnevenLoop | None = None  # the open loop of hsdp.uneven
-        self._had_batch = True  # whether this rank had a batch for its last microbatch
-        self._pass_count = 1  # of the window that is about to end
         self._loss_scale = 1.0
-        self._no_sync_depth = 0
         open_reducers.add(self)
 
     @property
@@ -188,20 +157,6 @@ class Reducer(ReducerResults, Closing):
     def shard_over(self) -> ShardOver:
         """Over which ranks results are cut into slices: "shard" or "mesh"."""
         return self._shard_over
-
-    def _set_shard_over(self, over: ShardOver) -> None:
-        self._handle.set_shard_over(over)
-        self._shard_over = over
-
-    # Whose slices are the whole, each once.
-    @property
-    def _slice_group(self) -> Communicator:
-        group: Communicator = self._mesh.world if self._is_over_mesh else self._mesh.shard_group
-        return group
-
-    @property
-    def _is_over_mesh(self) -> bool:
-        return self._shard_over == "mesh" and bool(self._mesh.replicate_size > 1)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -231,8 +186,8 @@ class Reducer(ReducerResults, Closing):
     @hinting(REDUCER)
     def attach(
         self,
-        model: torch.nn.Module,
-        groups: Mapping[str, torch.nn.Module | Iterable[torch.nn.Module]] | None = None,
+        model: Module,
+        groups: Mapping[str, Module | Iterable[Module]] | None = None,
         keep_grads: bool = False,
         check_parameters: bool = True,
         broadcast_buffers: bool | Collection[str] = True,
@@ -293,8 +248,9 @@ class Reducer(ReducerResults, Closing):
         UsageError for sparse gradients, for gradients outside of a microbatch, and, when a step begins,
         for parameters that were added or unfrozen since: make another Reducer then.
         """
-        make: Any = importlib.import_module("hsdp.torch.model_attachment").ModelAttachment
-        attached = make(self, model, groups, bool(keep_grads), check_parameters, broadcast_buffers)
+        attached: Attachment = of_torch("ModelAttachment")(
+            self, model, groups, bool(keep_grads), check_parameters, broadcast_buffers
+        )
         self._attachments.append(attached)
         self._is_agreed = self._mesh.size == 1
         attached.loss_scale_set(self._loss_scale)
@@ -389,48 +345,6 @@ class Reducer(ReducerResults, Closing):
         self._handle.prepare()
         self._agree()
 
-    # Repeated until it succeeds, like the rest of the setup.
-    def _agree(self) -> None:
-        if self._is_agreed:
-            return
-        self._handle.prepare()
-        with self._together("describe what is attached"):
-            if self._mesh.closed:
-                raise UsageError(
-                    "reducer: set-up: expected an open mesh when the first step of an attached model "
-                    "begins, got a closed one; close it later"
-                )
-            lines = [line for one in self._attachments for line in one.description()]
-        require_same_models(self._mesh.world, lines)
-        self._is_agreed = True
-
-    # Runs before a step's first microbatch. If attachments join steps, every step of this rank, even one dropped at
-    # once, starts here: the others wait for it [Note: buffers follow rank 0].
-    def _begin(self) -> None:
-        self._agree()
-        joining = [one for one in self._attachments if one.joins_steps]
-        if not joining or self._handle.step_begun():
-            return
-        self._hearing_of_drops(self._handle.begin_step)
-        try:
-            self._after_passes(self)  # other ranks may still be in them
-            for attachment in joining:
-                attachment.step_began()
-        except BaseException as error:
-            self.abandon_step(reason_of("it could not begin:", error))
-            raise
-
-    # Wraps a part of the setup: if it raises on one rank, the others raise StepAbortedError.
-    @contextlib.contextmanager
-    def _together(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            with contextlib.suppress(Error):
-                self._handle.together(what, str(error) or type(error).__name__)
-            raise
-        self._handle.together(what, "")
-
     def begin_step(self) -> None:
         """Begins a step before its first microbatch, which otherwise does so; the previous result
         becomes invalid. Raises StepAbortedError if another rank dropped the step before it.
@@ -478,25 +392,6 @@ class Reducer(ReducerResults, Closing):
             self._had_batch = has_batch is not False
             self._began(lambda attachment: attachment.microbatch_began())
 
-    # In a loop of hsdp.uneven: whether this rank has a batch for the microbatch that begins.
-    def _entered_batch(self) -> bool | None:
-        if self._uneven is None:
-            return None
-        self._uneven.enter()
-        return self._uneven.has_batch
-
-    def _began(self, tell: Callable[[Attachment], None]) -> None:
-        for i, attachment in enumerate(self._attachments):
-            try:
-                tell(attachment)
-            except BaseException as error:  # the attachment that raised needs no call
-                self._handle.abandon_step(str(error))
-                for before in self._attachments[:i]:
-                    before.microbatch_ended(completed=False)
-                for after in self._attachments[i + 1 :]:
-                    after.step_dropped()
-                raise
-
     def gradient_ready(self, parameter: str | int, gradient: Any) -> None:
         """Hands over a gradient: a NumPy array, or anything with `__dlpack__`. It may be read-only and
         have any strides; it is copied only by packing.
@@ -527,93 +422,6 @@ class Reducer(ReducerResults, Closing):
         else:
             self._end(self._handle.end_microbatch)
 
-    def _end(self, end: Callable[[], None]) -> None:
-        try:
-            self._take_what_is_left()
-            with profiler_range("hsdp:end_microbatch"):
-                end()
-        except BaseException as error:
-            self._ended(completed=False)
-            self._raise_explained(error)
-            raise
-        self._ended(completed=True)
-
-    def _raise_explained(self, error: BaseException) -> None:
-        if not isinstance(error, UsageError):
-            return
-        for attachment in self._attachments:
-            explained = attachment.explain(error)
-            if explained is not error:
-                raise explained from None
-
-    def _take_what_is_left(self) -> None:
-        self._after_passes(self)
-        for attachment in self._attachments:
-            attachment.microbatch_ending()
-        self._before_words()
-
-    # The two ends of a window; hsdp.zero provides the block.
-    def _begin_window(
-        self,
-        last: bool | None,
-        backwards: int | None,
-        accumulate: Accumulate,
-        accumulate_dtype: AccumulateDtype,
-    ) -> None:
-        if accumulate == "grad" and not self._attachments:
-            raise UsageError(
-                "zero: coalesce_grad_reduction: expected an attached model, whose p.grad holds the "
-                "sums with accumulate=\"grad\", got a Reducer without; call reducer.attach, or use "
-                "accumulate=\"buffer\""
-            )
-        if self._no_sync_depth:
-            raise UsageError(
-                "zero: coalesce_grad_reduction: expected a window outside of no_sync(), got one "
-                "inside; leave no_sync() out, as gradients are local until the window ends"
-            )
-        has_batch = self._entered_batch()
-        self._begin()
-        self._hearing_of_drops(
-            lambda: self._handle.begin_window(
-                last, backwards, accumulate, accumulate_dtype, has_batch
-            )
-        )
-        self._had_batch = has_batch is not False
-        holds = accumulate == "grad"
-        try:
-            self._began(lambda attachment: attachment.window_began(holds, backwards))
-        except BaseException as error:
-            self._handle.leave_window(str(error))
-            raise
-
-    def _leave_window(self, reason: str) -> None:
-        with contextlib.suppress(UsageError):  # in a forked child
-            self._handle.leave_window(reason)
-        self._ended(completed=False)
-
-    # Drops the step that others may be in, even if this rank has not begun it or has dropped it.
-    def _drop_step(self, reason: str, was_begun: bool) -> None:
-        with contextlib.suppress(Error):
-            if not was_begun:
-                self._begin()
-                self._handle.begin_step()
-        self.abandon_step(reason)
-        self._leave_window(reason)
-
-    def _check_window(self) -> None:
-        try:
-            if self._handle.window_open():
-                self._pass_count = max((a.pass_count() for a in self._attachments), default=1)
-                self._take_what_is_left()
-            self._handle.check_window()
-        except BaseException as error:
-            self._ended(completed=False)
-            self._raise_explained(error)
-            raise
-
-    def _end_window(self) -> None:
-        self._end(lambda: self._handle.end_window(self._pass_count))
-
     def abandon_step(self, reason: str = "it was abandoned") -> None:
         """Drops the step on every rank, within a microbatch or between two.
 
@@ -621,35 +429,7 @@ class Reducer(ReducerResults, Closing):
         raise StepAbortedError with the reason at the end of their next microbatch that sends something.
         Never raises. Does nothing if no step has begun, or if another rank has already dropped it.
         """
-        begun = self._handle.step_begun()
-        collecting = self._handle.is_collecting()
-        try:
-            with contextlib.suppress(UsageError):  # in a forked child
-                self._handle.abandon_step(str(reason))
-        finally:
-            if collecting:
-                self._ended(completed=False)
-            elif begun:
-                self._step_dropped()
-            if begun or collecting:
-                with contextlib.suppress(Error):  # the mesh has failed
-                    self._after_passes(self)
-
-    def _hearing_of_drops(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Error as error:
-            if isinstance(error, StepAbortedError):
-                self._step_dropped()
-            raise
-
-    def _ended(self, completed: bool) -> None:
-        for attachment in self._attachments:
-            attachment.microbatch_ended(completed)
-
-    def _step_dropped(self) -> None:
-        for attachment in self._attachments:
-            attachment.step_dropped()
+        self._abandon(str(reason))
 
     def release_memory(self) -> None:
         """Frees what is kept for later steps: local sums, totals of groups that are reduced before a
@@ -702,20 +482,6 @@ class Reducer(ReducerResults, Closing):
         except Error:  # in a forked child
             return False
 
-    def _is_in_step(self) -> bool:
-        return self._handle.step_begun() or self._handle.step_dropped()
-
-    def _leave(self, reason: str, grace_s: float) -> None:
-        self._detach()
-        self._handle.leave(reason, grace_s)
-        open_reducers.discard(self)
-
-    def _detach(self) -> None:
-        self._is_agreed = True
-        while self._attachments:  # later attachments may depend on earlier ones
-            self._attachments.pop().close()
-        self._closed = True
-
     # A copy or an unpickled version of an object that holds it has None instead.
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -734,6 +500,87 @@ class Reducer(ReducerResults, Closing):
         except Error:  # in a forked child
             words += ["of the parent process"]
         return f"hsdp.Reducer({', '.join(words)}, {self._mesh!r})"
+
+
+class Step:
+    """The block of `with reducer.step()`: begins a step, and drops it if the block raises.
+
+    The step is dropped on every rank, wherever in the block the exception was raised: in a microbatch,
+    between two, or before the first. The other ranks raise StepAbortedError, which names this rank, at
+    the end of their next microbatch that sends something. If the block ends before the step, the step
+    stays pending for `finish` or `discard`.
+    """
+
+    __slots__ = ("_reducer",)
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def __enter__(self) -> Reducer:
+        self._reducer.begin_step()
+        return self._reducer
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is not None:
+            self._reducer.abandon_step(reason_of("its block raised", error or kind()))
+
+
+class Microbatch:
+    """The block of `with reducer.microbatch(...)`: ends the microbatch, or drops the step.
+
+    If the block raises, this rank sends zeros for what its peers still wait for, the step is dropped on
+    every rank, and the exception continues. The other ranks raise StepAbortedError, which names this
+    rank, in this microbatch or a later call; all stay usable and begin a new step.
+    """
+
+    __slots__ = ("_last", "_reducer", "_sync")
+
+    def __init__(self, reducer: Reducer, last: bool | None, sync: Sync | None) -> None:
+        self._reducer = reducer
+        self._last = last
+        self._sync: Sync | None = sync
+
+    def __enter__(self) -> Reducer:
+        self._reducer.begin_microbatch(self._last, self._sync)
+        return self._reducer
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self._reducer.end_microbatch()
+        else:
+            self._reducer.abandon_step(reason_of("its block raised", error or kind()))
+
+
+def clip_grad_norm_(
+    reducers: Reducer | Iterable[Reducer],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Any:
+    """Like `Reducer.clip_grad_norm_`, with one norm over the gradients of several Reducers on one
+    device. Returns the norm before clipping. Collective.
+    """
+    listed = _listed(reducers)
+    with naming(who_of(one.name for one in listed)):
+        return clip(listed, max_norm, norm_type, error_if_nonfinite)
+
+
+def _listed(reducers: Any) -> list[Any]:
+    listed = [reducers] if isinstance(reducers, Reducer) else list(reducers)
+    got = "" if listed else "none; pass one or several"
+    for i, one in enumerate(listed):
+        if not isinstance(one, Reducer):
+            got = (
+                f"an object of type {type(one).__name__} as number {i}; parameters are clipped by "
+                "torch.nn.utils.clip_grad_norm_"
+            )
+        elif any(one is before for before in listed[:i]):
+            got = f"one again as number {i}; pass each once"
+        if got:
+            break
+    if got:
+        raise UsageError(f"reducer: clip_grad_norm_: expected Reducers, got {got}")
+    return listed
 
 
 def _whole(value: Any, what: str) -> int:

@@ -4,36 +4,25 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 from hsdp import _hsdp, gradient_norm
 from hsdp.array import Array, TensorOrArray
+from hsdp.attachment import Attachment
 from hsdp.errors import UsageError
-from hsdp.named_errors import naming, naming_itself, who_of
+from hsdp.framework import DeviceMesh, DTensor, of_torch
+from hsdp.named_errors import naming_itself
 from hsdp.parameter import Balance, Slice, warn_of_no_gradients
+from hsdp.reducer_internals import ReducerInternals
 from hsdp.reducer_stats import ControlLink, ReducerStats
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
-
-    from hsdp.attachment import Attachment
-    from hsdp.mesh import Mesh
-    from hsdp.reducer import Reducer
 
 
 @naming_itself
-class ReducerResults:
+class ReducerResults(ReducerInternals):
     """The part of a Reducer that reads results. Use `Reducer`."""
-
-    _mesh: Mesh
-    _handle: _hsdp.Reducer
-    _attachments: list[Attachment]
-    _closed: bool
-    _who: str  # for errors
 
     def shard(self, name: str) -> TensorOrArray:
         """This rank's slice of the mean gradient: fp32 (f64 for f64 gradients), writable,
@@ -65,8 +54,7 @@ class ReducerResults:
 
         Raises UsageError for layout "flat", for a scalar, and if torch.distributed has other ranks.
         """
-        module = importlib.import_module("hsdp.torch.dtensor")
-        found: DTensor = module.shard_dtensor(self, name, device_mesh)
+        found: DTensor = of_torch("shard_dtensor")(self, name, device_mesh)
         return found
 
     def partial_shard(self, name: str) -> TensorOrArray:
@@ -162,7 +150,7 @@ class ReducerResults:
         Collective. A NaN norm scales nothing. With `error_if_nonfinite`, a non-finite norm raises an
         `hsdp.Error` on every rank and scales nothing; on a GPU this waits for the norm.
         """
-        return _clip([self], max_norm, norm_type, error_if_nonfinite)
+        return clip([self], max_norm, norm_type, error_if_nonfinite)
 
     def found_inf(self) -> bool:
         """Whether any sum of the step was non-finite on any rank. The same on all.
@@ -201,44 +189,22 @@ class ReducerResults:
         """
         self._handle.save_snapshot(os.fspath(path), int(step))
 
+    def save_digest(self, folder: str | os.PathLike[str], step: int) -> None:
+        """Appends digests of this rank's slices of the result to its file in `folder`: 17 bytes a parameter,
+        by which `hsdp_check --digest A B` compares two runs of one mesh and model step by step.
+
+        Local. On a GPU it waits for the result. A run that goes on from a checkpoint may go on with the
+        folder, too: of a step that it repeats, the last digests count.
+        """
+        self._handle.save_digest(os.fspath(folder), int(step))
+
     def flush(self) -> None:
         """Waits until every snapshot is on disk; raises SnapshotError if one could not be written."""
         self._handle.flush()
 
 
-def clip_grad_norm_(
-    reducers: Reducer | Iterable[Reducer],
-    max_norm: float,
-    norm_type: float = 2.0,
-    error_if_nonfinite: bool = False,
-) -> Any:
-    """Like `Reducer.clip_grad_norm_`, with one norm over the gradients of several Reducers on one
-    device. Returns the norm before clipping. Collective.
-    """
-    listed = _listed(reducers)
-    with naming(who_of(one.name for one in listed)):
-        return _clip(listed, max_norm, norm_type, error_if_nonfinite)
-
-
-def _listed(reducers: Any) -> list[Any]:
-    listed = [reducers] if isinstance(reducers, ReducerResults) else list(reducers)
-    got = "" if listed else "none; pass one or several"
-    for i, one in enumerate(listed):
-        if not isinstance(one, ReducerResults):
-            got = (
-                f"an object of type {type(one).__name__} as number {i}; parameters are clipped by "
-                "torch.nn.utils.clip_grad_norm_"
-            )
-        elif any(one is before for before in listed[:i]):
-            got = f"one again as number {i}; pass each once"
-        if got:
-            break
-    if got:
-        raise UsageError(f"reducer: clip_grad_norm_: expected Reducers, got {got}")
-    return listed
-
-
-def _clip(reducers: list[Any], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Any:
+def clip(reducers: list[Any], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Any:
+    """`clip_grad_norm_` of several."""
     for reducer in reducers:
         for attachment in reducer._attachments:
             attachment.clipping("reducer: clip_grad_norm_")

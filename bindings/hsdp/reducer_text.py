@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from hsdp import _hsdp
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from hsdp.attachment import Attachment
-    from hsdp.parameter import Parameter
+from hsdp.attachment import Attachment
+from hsdp.parameter import Parameter
 
 
 def what_is_reduced(attachments: Iterable[Attachment], parameters: Iterable[Parameter]) -> str:

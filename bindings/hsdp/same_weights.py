@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hsdp.communicator import Communicator
 from hsdp.errors import MismatchError
+from hsdp.framework import Module, of_torch
 from hsdp.line_agreement import first_difference
-
-if TYPE_CHECKING:
-    import torch
 
 # In a line, what follows it changes with the values of the described object.
 VALUES = " #"
 
 
-def broadcast_parameters(mesh: Any, model: torch.nn.Module, root: int = 0) -> None:
+def broadcast_parameters(mesh: Any, model: Module, root: int = 0) -> None:
     """Copies the parameters and buffers of rank `root` of the mesh to all its ranks, in place.
 
     Any dtype, any strides. Collective. Raises MismatchError on every rank if the ranks' models differ
     in names, shapes or dtypes; UsageError for DTensors and for parameters without memory.
     """
-    importlib.import_module("hsdp.torch.broadcast").broadcast_parameters(mesh, model, root)
+    of_torch("broadcast_parameters")(mesh, model, root)
 
 
 def require_same_models(world: Communicator, lines: Sequence[str]) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import math
 import operator
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +16,7 @@ import numpy as np
 from hsdp import _hsdp
 from hsdp.dtypes import DtypeLike, optional_dtype_text
 from hsdp.errors import Error, MismatchError, SnapshotError, UsageError
+from hsdp.framework import has_tensors, of_torch
 from hsdp.mesh import Mesh, as_mesh
 from hsdp.options import ReadDtype
 
@@ -238,11 +237,9 @@ def _entries(named_gradients: Mapping[str, Any], mesh: Mesh | None) -> tuple[lis
                 f"snapshot: array of '{name}': expected a gradient, got None; leave out parameters "
                 "without one"
             )
-    torch = sys.modules.get("torch")  # without torch there are no tensors
-    if torch is None or not any(isinstance(x, torch.Tensor) for x in named_gradients.values()):
+    if not has_tensors(list(named_gradients.values())):
         return [(name, None, None, 0, x) for name, x in named_gradients.items()], "full"
-    dtensor = importlib.import_module("hsdp.torch.dtensor")
-    found: tuple[list[Entry], str] = dtensor.snapshot_entries(named_gradients, mesh)
+    found: tuple[list[Entry], str] = of_torch("snapshot_entries")(named_gradients, mesh)
     return found
 
 

@@ -7,10 +7,9 @@ from collections.abc import Generator, Iterable, Iterator
 from typing import Any, TypeVar
 
 from hsdp.communicator import Communicator
-from hsdp.errors import Error, MismatchError, StepAbortedError, UsageError
+from hsdp.errors import Error, MismatchError, StepAbortedError, UsageError, reason_of
 from hsdp.named_errors import naming, who_of
 from hsdp.reducer import Reducer
-from hsdp.step_blocks import reason_of
 
 _T = TypeVar("_T")
 
@@ -72,7 +71,7 @@ def _named(
 def _batches(
     reducers: list[Reducer], loader: Iterable[_T]
 ) -> Generator[_T | None, None, None]:
-    if any(reducer._uneven is not None for reducer in reducers):
+    if any(reducer._enter_batch is not None for reducer in reducers):
         raise UsageError(
             "uneven: expected one loop at a time over a Reducer, got a second; leave the first, or "
             "close() it"
@@ -115,34 +114,35 @@ class UnevenLoop:
         self._world: Communicator = reducers[0].mesh.world
         self._over: Error | None = None
         self._entered = True
-        #: whether this rank has the batch of the next microbatches
-        self.has_batch = False
+        self._has_batch = False
         for reducer in reducers:
-            reducer._uneven = self
+            reducer._enter_batch = self.enter
 
     def end(self) -> None:
         """From now on, microbatches are outside the loop."""
         for reducer in self._reducers:
-            reducer._uneven = None
+            reducer._enter_batch = None
 
     def go_on(self, word: str) -> bool:
         """Returns whether any rank has a batch."""
         self._require_open()
-        self._entered, self.has_batch = False, word == _BATCH
+        self._entered, self._has_batch = False, word == _BATCH
         words = self._exchange(word)
         if all(each in (_BATCH, _NONE) for each in words):
             return _BATCH in words
         return self._judge(words)
 
-    def enter(self) -> None:
-        """Called before a microbatch of a batch; before the first, checks whether a rank is leaving."""
+    def enter(self) -> bool:
+        """Called before a microbatch of a batch; before the first, checks whether a rank is leaving.
+        Returns whether this rank has the batch.
+        """
         self._require_open()
-        if self._entered:
-            return
-        self._entered = True
-        words = self._exchange(_ENTERS)
-        if any(each != _ENTERS for each in words):
-            self._judge(words)
+        if not self._entered:
+            self._entered = True
+            words = self._exchange(_ENTERS)
+            if any(each != _ENTERS for each in words):
+                self._judge(words)
+        return self._has_batch
 
     # For callers that caught the error that ended the loop, and continue.
     def _require_open(self) -> None:

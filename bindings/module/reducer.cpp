@@ -439,6 +439,10 @@ void bind_results(Class& bound) {
            [](Handle& self, const std::filesystem::path& path, std::int64_t step) {
              self.call([path, step](Reducer& reducer) { reducer.save_snapshot(path, step); });
            })
+      .def("save_digest",
+           [](Handle& self, const std::filesystem::path& folder, std::int64_t step) {
+             self.call([folder, step](Reducer& reducer) { reducer.save_digest(folder, step); });
+           })
       .def("flush", [](Handle& self) {
         self.call_alone([](Reducer& reducer) { reducer.flush_snapshots(); });
       });

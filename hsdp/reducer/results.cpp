@@ -13,6 +13,7 @@
 #include "hsdp/error.h"
 #include "hsdp/kernels/cast_and_pack.h"
 #include "hsdp/kernels/clip.h"
+#include "hsdp/kernels/digest.h"
 #include "hsdp/kernels/norm.h"
 #include "hsdp/kernels/scale_and_cast.h"
 #include "hsdp/reducer/together.h"
@@ -601,6 +602,26 @@ void Results::save_snapshot(const std::filesystem::path& path, std::int64_t step
   std::vector<std::byte> copy;
   if (!groups_.on_host()) copy = copy_to_host(entries, hop_state);
   snapshots_.submit(path, info, entries, hop_state);
+}
+
+void Results::save_digest(const std::filesystem::path& folder, std::int64_t step) {
+  require_result("save_digest");
+  DigestHeader header{groups_.world.rank(), groups_.replicate.size(), groups_.shard.size()};
+  const auto count = static_cast<std::size_t>(parameters_.size());
+  const Buffer pinned(groups_.device, count * sizeof(std::uint64_t), Buffer::Place::kPinnedHost);
+  const std::span sums(reinterpret_cast<std::uint64_t*>(pinned.data()), count);
+  run_now(Scope::kThisRank, [&](Stream& stream) {
+    for (int p = 0; p < parameters_.size(); ++p) {
+      const Slice own = slice(p);
+      header.parts.push_back({parameters_.spec(p).name, own.offset, own.count});
+      std::uint64_t& sum = sums[static_cast<std::size_t>(p)];
+      sum = 0;
+      kernels::add_digest(own_slice(p), 0, &sum, stream);
+    }
+  });
+  if (!groups_.on_host()) groups_.world.wait(steps_.caller().record());
+  if (!digests_ || digests_->folder() != folder) digests_.emplace(folder, header);
+  digests_->append(step, sums);
 }
 
 }  // namespace hsdp::reducer

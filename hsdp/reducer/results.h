@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -23,6 +24,7 @@
 #include "hsdp/reducer/slice_gather.h"
 #include "hsdp/reducer/steps.h"
 #include "hsdp/snapshot.h"
+#include "hsdp/snapshot/digest_log.h"
 
 namespace hsdp::reducer {
 
@@ -56,6 +58,7 @@ class Results {
   Event found_inf(TensorView out);
 
   void save_snapshot(const std::filesystem::path& path, std::int64_t step);
+  void save_digest(const std::filesystem::path& folder, std::int64_t step);
   void flush_snapshots() { snapshots_.flush(); }
 
   [[nodiscard]] std::int64_t all_gather_count() const { return all_gather_count_; }
@@ -101,6 +104,7 @@ class Results {
   std::int64_t all_gather_count_ = 0;
   MemoryCount memory_;
   SnapshotWriter snapshots_;
+  std::optional<DigestWriter> digests_;
 };
 
 }  // namespace hsdp::reducer

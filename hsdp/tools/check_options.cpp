@@ -16,11 +16,15 @@ namespace po = boost::program_options;
 constexpr const char* kUsage =
     R"(usage: hsdp_check A B [options]   are two snapshots the same gradients?
        hsdp_check A [options]     is a snapshot whole and sound?
+       hsdp_check --digest A B    are two runs' results the same, step by step?
        hsdp_check --flight DIR    which rank did a job wait for?
 
 A and B are snapshot directories or single files. Mesh shapes, layouts and
 dtypes of A and B may differ. By default a parameter is the same when relative
 L2 and max|a-b| / max|b| are at most 2^-20 (f32 wire), 2^-9 (f16), 2^-6 (bf16).
+
+With --digest, A and B are folders that save_digest has written, in runs of one
+mesh and one model.
 
 exit status: 0 same, sound or none, 1 different, unsound or some, 2 cannot tell
 
@@ -32,9 +36,10 @@ po::options_description visible_options() {
       ("rtol", po::value<std::string>()->value_name("X"), "same: |a-b| <= atol + rtol |b|")  //
       ("atol", po::value<std::string>()->value_name("X"), "see --rtol")                      //
       ("ulp", po::value<std::string>()->value_name("N"),
-       "same: at most N units in the last place of the coarser dtype")  //
-      ("bitwise", po::bool_switch(), "same: equal bits")                //
-      ("json", po::bool_switch(), "print JSON instead of the table")    //
+       "same: at most N units in the last place of the coarser dtype")    //
+      ("bitwise", po::bool_switch(), "same: equal bits")                  //
+      ("digest", po::bool_switch(), "compare two runs by their digests")  //
+      ("json", po::bool_switch(), "print JSON instead of the table")      //
       ("html", po::value<std::string>()->value_name("FILE"),
        "write a report to look at, one file")                                  //
       ("all", po::bool_switch(), "print every parameter, not the worst only")  //
@@ -115,6 +120,7 @@ CheckOptions parse_check_options(int argc, const char* const* argv) {
   options.compare.atol = get_number(values, "atol");
   options.compare.ulp = get_number(values, "ulp");
   options.compare.bitwise = values["bitwise"].as<bool>();
+  options.digests = values["digest"].as<bool>();
   options.json = values["json"].as<bool>();
   options.all_rows = values["all"].as<bool>();
   if (values.count("html") != 0) options.html = values["html"].as<std::string>();
@@ -126,6 +132,11 @@ CheckOptions parse_check_options(int argc, const char* const* argv) {
                       .expected = "two snapshots",
                       .got = "one",
                       .remedy = "give both, or leave them out"});
+  if (options.digests && (!options.b || limits || options.html)) {
+    throw UsageError({.where = "--digest",
+                      .expected = "two folders of digests, and no option but --json",
+                      .got = options.b ? "others" : "one"});
+  }
   return options;
 }
 

@@ -13,6 +13,7 @@ struct CheckOptions {
   std::filesystem::path a;
   std::optional<std::filesystem::path> b;  // absent: validate `a`
   CompareOptions compare;
+  bool digests = false;  // a and b are folders of digests
   bool json = false;
   std::optional<std::filesystem::path> html;
   bool all_rows = false;

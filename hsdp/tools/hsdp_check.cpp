@@ -13,6 +13,7 @@
 #include "hsdp/compare.h"
 #include "hsdp/error.h"
 #include "hsdp/snapshot/snapshot_file.h"
+#include "hsdp/tools/check_digests.h"
 #include "hsdp/tools/check_facts.h"
 #include "hsdp/tools/check_flight.h"
 #include "hsdp/tools/check_html.h"
@@ -105,6 +106,13 @@ ExitStatus validate(const CheckOptions& options, const Snapshot& a) {
   return validation.sound() ? ExitStatus::kSame : ExitStatus::kDifferent;
 }
 
+ExitStatus compare_runs(const CheckOptions& options) {
+  const DigestComparison comparison =
+      compare_digests(read_digests(options.a), read_digests(*options.b));
+  print(options.json ? dump(to_json(comparison), 2) + "\n" : to_text(comparison));
+  return comparison.first.empty() ? ExitStatus::kSame : ExitStatus::kDifferent;
+}
+
 ExitStatus check(int argc, const char* const* argv) {
   // Used until the command line is parsed, which may fail.
   bool json =
@@ -122,6 +130,7 @@ ExitStatus check(int argc, const char* const* argv) {
       print(findings.text);
       return findings.is_complete ? ExitStatus::kSame : ExitStatus::kDifferent;
     }
+    if (options.digests) return compare_runs(options);
     check_report_path(options);
     report = options.html;
     const Snapshot a = Snapshot::open(options.a);

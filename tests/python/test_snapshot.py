@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import signal
@@ -102,6 +103,83 @@ def compare(folder: pathlib.Path) -> None:
     assert hsdp_check(folder / "all_ranks") == 0
     assert hsdp_check("--bitwise", folder / "mesh", folder / "over_mesh") == 0
     assert hsdp_check(folder / "over_mesh", folder / "off") == 1
+
+
+def digest_steps(folder: str, replicate: int, odd_step: int, steps: int = 4) -> None:
+    """In that step rank 1 has another gradient of "weight"."""
+    with hsdp.init_mesh(replicate, 4 // replicate) as mesh:
+        reducer = hsdp.Reducer(mesh)
+        for name, shape in SHAPES.items():
+            reducer.register(name, shape)
+        for step in range(steps):
+            with reducer.microbatch(last=True):
+                for name in SHAPES:
+                    one = gradient(name, mesh.rank)
+                    if (step, mesh.rank, name) == (odd_step, 1, "weight"):
+                        one[-1, -1] += 1
+                    reducer.gradient_ready(name, one)
+            reducer.save_digest(folder, step)
+        reducer.close()
+
+
+def said(*arguments: Any) -> tuple[int, str]:
+    command = [program("hsdp_check"), *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_digests_tell_where_two_runs_part(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    runs = {"one": (2, -1), "same": (2, -1), "odd": (2, 2), "flat": (1, -1)}
+    for name, (replicate, odd_step) in runs.items():
+        ranks(4, digest_steps, str(tmp_path / name), replicate, odd_step)
+    one, same = tmp_path / "one", tmp_path / "same"
+    assert said("--digest", one, same) == (0, "same: 4 steps\n")
+    # The last element lies on the second rank of each shard group.
+    assert said("--digest", one, tmp_path / "odd") == (1, (
+        "step 2 is the first that differs, after 2 steps with equal bits:\n"
+        "  'weight' on ranks 1, 3 of 4\n"
+        "different: 1 of 4 steps\n"
+    ))
+    status, text = said("--digest", one, tmp_path / "odd", "--json")
+    assert status == 1 and json.loads(text) == {
+        "verdict": "different", "steps": 4, "different_steps": 1, "first_different_step": 2,
+        "parameters": [{"name": "weight", "ranks": [1, 3]}],
+    }
+    status, text = said("--digest", one, tmp_path / "flat")
+    assert status == 2 and "expected runs of one mesh shape, got 2x2 and 1x4" in text
+    status, text = said("--digest", one, tmp_path / "none")
+    assert status == 2 and "digests_0.txt: expected digests of that rank, got none" in text
+    status, text = said("--digest", one)
+    assert status == 2 and "two folders of digests" in text
+
+    # A killed run leaves half a line; the next one goes on, and what it does again counts.
+    for rank in range(4):
+        path = same / f"digests_{rank}.txt"
+        path.write_text(path.read_text()[:-10])
+    assert said("--digest", one, same) == (0, "same: 3 steps\n")
+    ranks(4, digest_steps, str(same), 2, -1)
+    assert said("--digest", one, same) == (0, "same: 4 steps\n")
+    ranks(4, digest_steps, str(same), 2, 3)
+    assert said("--digest", one, same)[1].startswith("step 3 is the first that differs, after 3")
+
+
+def test_a_folder_has_the_digests_of_one_run(tmp_path: pathlib.Path) -> None:
+    with hsdp.init_mesh() as mesh:
+        for name in ("a", "b"):
+            reducer = hsdp.Reducer(mesh)
+            reducer.register(name, (3,))
+            with pytest.raises(hsdp.UsageError, match="save_digest: expected a finished step"):
+                reducer.save_digest(tmp_path, 0)
+            with reducer.microbatch(last=True):
+                reducer.gradient_ready(name, np.ones(3, np.float32))
+            if name == "a":
+                reducer.save_digest(tmp_path, 0)
+            else:
+                with pytest.raises(hsdp.SnapshotError, match="got another run's; give each run a folder"):
+                    reducer.save_digest(tmp_path, 0)
+            reducer.close()
+    (tmp_path / "digests_0.txt").write_text("something else\n")
+    assert said("--digest", tmp_path, tmp_path)[0] == 2
 
 
 def test_plain_arrays_of_every_dtype(tmp_path: pathlib.Path) -> None:

@@ -13,7 +13,7 @@ from one_rank import attached_to
 from torch import nn
 
 import hsdp
-from hsdp.torch import buffer_sync
+from hsdp.torch.attach import buffer_sync
 
 
 class Scaled(nn.Module):

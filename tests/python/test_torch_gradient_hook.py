@@ -19,7 +19,7 @@ from same_tensors import require_same
 from torch import nn
 
 import hsdp
-from hsdp.torch import gradient_hook
+from hsdp.torch.attach import gradient_hook
 
 API = "__dlpack_c_exchange_api__"
 HAS_API = hasattr(torch.Tensor, API)

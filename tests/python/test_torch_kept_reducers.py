@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import hsdp
-from hsdp.torch import ddp_guard
+from hsdp.torch.guards import ddp_guard
 
 
 class Model(nn.Sequential):

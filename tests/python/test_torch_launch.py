@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 from conftest import LIMIT_S, free_port, is_readable, program
 
-from hsdp.torch.meeting_store import MeetingStore
+from hsdp.torch.launch.meeting_store import MeetingStore
 
 pytest_plugins = ["warm_python"]
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "device_mesh.py"

@@ -17,7 +17,7 @@ from torch import nn
 
 import hsdp
 from hsdp.errors import MismatchError, StepAbortedError, UsageError
-from hsdp.torch.released_parameter import ReleasedParameter
+from hsdp.torch.units.released_parameter import ReleasedParameter
 from hsdp.zero import ShardedOptimizer
 
 SEED = 5

@@ -391,3 +391,22 @@ def test_with_one_replica_it_is_the_shard_group(mesh: hsdp.Mesh) -> None:
         run.step(0)
     assert runs[0].reducer.slice("0.weight") == runs[1].reducer.slice("0.weight")
     assert runs[0].reducer.stats().carry_bytes == runs[1].reducer.stats().carry_bytes
+
+
+@on_mesh(2, 1)
+def test_an_optimizer_that_cannot_be_made_leaves_the_reducer_as_it_was(mesh: hsdp.Mesh) -> None:
+    model = make_model()
+    reducer = hsdp.Reducer(mesh, missing="zero")
+    reducer.attach(model)
+
+    bad_somewhere = torch.optim.LBFGS if mesh.rank == 1 else torch.optim.AdamW
+    for cls, kind in (
+        (torch.optim.LBFGS, hsdp.UsageError),
+        (bad_somewhere, (hsdp.StepAbortedError, hsdp.UsageError)[mesh.rank]),
+    ):
+        with pytest.raises(kind, match="LBFGS"):
+            ShardedOptimizer(cls, model, reducer, shard_over="mesh")
+        assert reducer.shard_over == "shard"
+    reducer.prepare()
+    assert reducer.slice("0.weight").count == 7 * 33  # each replica has all of it
+    reducer.close()

@@ -17,7 +17,7 @@ from same_tensors import same
 from torch import nn
 
 import hsdp
-from hsdp.torch.parameter_in_flight import ParameterInFlight
+from hsdp.torch.slices.parameter_in_flight import ParameterInFlight
 from hsdp.zero import ShardedOptimizer
 
 STEPS = 3

@@ -19,7 +19,7 @@ from conftest import on_mesh
 from torch import nn
 
 import hsdp
-from hsdp.torch.parameter_in_flight import ParameterInFlight
+from hsdp.torch.slices.parameter_in_flight import ParameterInFlight
 from hsdp.zero import ShardedOptimizer
 
 

@@ -19,10 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import hsdp
 from hsdp.current_stream import CurrentStream
-from hsdp.mesh import _current_device
+from hsdp.framework import current_device
 from hsdp.torch import private_torch
-from hsdp.torch.gradient_hook import Refusal, keeping_hook, python_way
-from hsdp.torch.trainable_parameters import _require_usable
+from hsdp.torch.attach.gradient_hook import Refusal, keeping_hook, python_way
+from hsdp.torch.attach.trainable_parameters import _require_usable
 
 
 def attached(mesh: hsdp.Mesh) -> tuple[nn.Linear, hsdp.Reducer]:
@@ -341,10 +341,10 @@ def test_the_stream_is_torchs_current_one(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_cuda_is_torchs_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _current_device() == "cuda:0"
+    assert current_device() == "cuda:0"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    assert _current_device() == "cuda:2"
+    assert current_device() == "cuda:2"
 
 
 def test_a_model_on_another_gpu_is_refused() -> None:

@@ -225,7 +225,7 @@ def test_a_world_of_one_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("hsdp.torch.model_attachment.described_parameters", refuse)
+    monkeypatch.setattr("hsdp.torch.attach.model_attachment.described_parameters", refuse)
     with hsdp.init_mesh() as mesh:
         model = make_model(0)
         reducer = attached_to(model, mesh)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from conftest import Job, Launcher, free_port, on_ranks
-from hsdp.torch import distributed_launch, store_rendezvous
+from hsdp.torch.launch import distributed_launch, store_rendezvous
 
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HSDP_JOB", "HSDP_ADDR", "HSDP_PORT",

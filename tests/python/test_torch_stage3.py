@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hsdp
-from hsdp.torch.released_parameter import ReleasedParameter
+from hsdp.torch.units.released_parameter import ReleasedParameter
 from hsdp.zero import ShardedOptimizer
 
 STEPS = 4

@@ -38,7 +38,6 @@ NOT_ON_THE_PAGE = {
     "def()": "a docstring",
     "def_property_readonly()": "a docstring",
     "The C++ library behind the package hsdp.": "a docstring",
-    "dict[ModelAttachment, dict[torch.Tensor, str]]": "a type",
     "hsdp control connection": "part of a proof",
     "hsdp flight record": "the mark of a file",
     "!tcp: cannot listen at …: …": "`!` marks a failure in an exchange; the page has the rest",

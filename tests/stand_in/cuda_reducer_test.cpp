@@ -18,8 +18,10 @@
 #include "hsdp/device/buffer.h"
 #include "hsdp/device/flag.h"
 #include "hsdp/error.h"
+#include "hsdp/snapshot/digest_log.h"
 #include "quant/loco_hop.h"
 #include "tests/support/flipping_hop.h"
+#include "tests/support/temporary_directory.h"
 #include "tests/support/wide_step.h"
 #include "zero/adamw.h"
 #include "zero/parameter_gather.h"
@@ -337,6 +339,32 @@ TEST(CudaReducer, AStepTakesNoMemory) {
     return result;
   });
   expect_reference(results, step, {}, kSquare, "without memory");
+}
+
+TEST(CudaReducer, WritesTheDigestsOfTheHost) {
+  const TemporaryDirectory folder;
+  const StepCase step = random_step(parameters(Dtype::kBf16), 4, {Sync::kShard, Sync::kAll}, 16);
+  const ReducerOptions options{.bucket_bytes = kSmallBuckets};
+  run_gpu_mesh(kSquare, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, options);
+    GpuRank rank(reducer, step, mesh);
+    rank.run();
+    reducer.save_digest(folder / "gpu", 7);
+  });
+  run_mesh(kSquare, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, options);
+    register_all(reducer, step);
+    run_step(reducer, step, mesh.rank());
+    reducer.save_digest(folder / "host", 7);
+  });
+  const std::vector<DigestLog> gpu = read_digests(folder / "gpu");
+  const std::vector<DigestLog> host = read_digests(folder / "host");
+  ASSERT_EQ(gpu.size(), 4U);
+  for (std::size_t r = 0; r < gpu.size(); ++r) {
+    EXPECT_EQ(gpu[r].header, host[r].header);
+    EXPECT_EQ(gpu[r].steps, host[r].steps);
+    EXPECT_EQ(gpu[r].steps.at(7).size(), step.parameters.size());
+  }
 }
 
 // A context takes hundreds of megabytes. Threads begin with device 0.

@@ -5,18 +5,15 @@ from __future__ import annotations
 import collections
 import socket
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import hsdp
-from hsdp.errors import UsageError
+from hsdp.errors import UsageError, reason_of
 from hsdp.mesh import as_mesh
 from hsdp.open_reducers import GRACE_S, leave
-from hsdp.step_blocks import reason_of
-
-if TYPE_CHECKING:
-    import torch
 
 
 class TrainedModel:

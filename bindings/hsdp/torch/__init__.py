@@ -5,7 +5,6 @@ It is imported when it is first used: `import hsdp` does not import torch.
 
 from __future__ import annotations
 
-import importlib as _importlib
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -17,35 +16,27 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from hsdp.framework import of_torch as _of_torch
 from hsdp.torch.private_torch import check_release as _check_release
 
 _check_release(_torch.__version__)
 
-from hsdp.torch.device_mesh import mesh_from_torch
-from hsdp.torch.grad_scaler import GradScaler
+from hsdp.torch.guards.loss_scaling import GradScaler
+from hsdp.torch.launch.device_mesh import mesh_from_torch
 
 if _TYPE_CHECKING:
+    from hsdp.torch.attach.kept_reducers import reducers_of as reducers_of
     from hsdp.torch.flat_slice import FlatSlice as FlatSlice
-    from hsdp.torch.kept_reducers import reducers_of as reducers_of
-    from hsdp.torch.replica_hook_handle import ReplicaHookHandle as ReplicaHookHandle
-    from hsdp.torch.replica_hook_handle import replica_hook as replica_hook
+    from hsdp.torch.fsdp.replica_hook_handle import ReplicaHookHandle as ReplicaHookHandle
+    from hsdp.torch.fsdp.replica_hook_handle import replica_hook as replica_hook
 
 __all__ = [
-    "FlatSlice",
-    "GradScaler",
-    "ReplicaHookHandle",
-    "mesh_from_torch",
-    "reducers_of",
+    "FlatSlice", "GradScaler", "ReplicaHookHandle", "mesh_from_torch", "reducers_of",
     "replica_hook",
 ]
 
 
-# FSDP2, DTensor and torch's checkpoints take long to import, and not every program needs them.
 def __getattr__(name: str) -> _Any:
-    if name == "FlatSlice":
-        return _importlib.import_module("hsdp.torch.flat_slice").FlatSlice
-    if name == "reducers_of":
-        return _importlib.import_module("hsdp.torch.kept_reducers").reducers_of
-    if name in ("ReplicaHookHandle", "replica_hook"):
-        return getattr(_importlib.import_module("hsdp.torch.replica_hook_handle"), name)
+    if name in __all__:
+        return _of_torch(name)
     raise AttributeError(f"module 'hsdp.torch' has no attribute '{name}'")

@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
+    ChunkStorageMetadata, MetadataIndex, TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 

@@ -15,56 +15,35 @@ import torch
 
 from hsdp.errors import UsageError
 from hsdp.gradient_norm import EPSILON
-from hsdp.parameter import unused_names, warn_of_no_gradients
 from hsdp.keyword_hints import OPTIMIZER, hinting
 from hsdp.named_errors import naming_itself, who_of
 from hsdp.options import MasterDtype, Offload, ShardOver, Stage
+from hsdp.parameter import unused_names, warn_of_no_gradients
 from hsdp.profiler_range import profiler_range
-from hsdp.reducer import Reducer
-from hsdp.reducer_results import clip_grad_norm_
+from hsdp.reducer import Reducer, clip_grad_norm_
 from hsdp.reducer_text import counted
-from hsdp.torch import private_torch, unreduced_gradient_guard
+from hsdp.torch import private_torch
 from hsdp.torch.complex_values import of_kind
-from hsdp.torch.loss_scaling import require_scaled, unscale_result
-from hsdp.torch.meta_init import MetaInit, ParamInit, random_state_of_rank_0
-from hsdp.torch.module_units import Units
-from hsdp.torch.optimizer_options import (
-    is_offloaded,
-    require_options,
-    require_unit_options,
-    required_reducers,
+from hsdp.torch.guards.loss_scaling import require_scaled, unscale_result
+from hsdp.torch.guards.unreduced_gradient_guard import require_result
+from hsdp.torch.guards.watched_gradients import attached_names
+from hsdp.torch.slices.optimizer_arguments import (
+    give_settings, is_offloaded, parameter_groups, require_options, require_unit_options,
+    required_reducers, restoring_shard_over, settings, tensors,
 )
-from hsdp.torch.optimizer_ownership import all_optimizers, disown, has_taken, own, owns, require_free, take
-from hsdp.torch.optimizer_probe import OptimizerProbe, ProbedStates
-from hsdp.torch.overlapped_gather import OverlappedGather
-from hsdp.torch.parameter_groups import give_settings, parameter_groups, settings, tensors
-from hsdp.torch.parameter_slices import (
-    Masters,
-    ParameterSlice,
-    SliceMasters,
-    gather_whole,
-    memory_of,
-    refuse,
+from hsdp.torch.slices.optimizer_ownership import all_optimizers, disown, has_taken, own, owns, require_free, take
+from hsdp.torch.slices.optimizer_probe import OptimizerProbe
+from hsdp.torch.slices.overlapped_gather import OverlappedGather
+from hsdp.torch.slices.parameter_slices import (
+    KeptSlices, ParameterSlice, SliceMasters, gather_whole, refuse,
 )
-from hsdp.torch.settings_word import SettingsWord
-from hsdp.torch.sharded_state_dict import loadable, make_whole, put_slices
-from hsdp.torch.slice_states import (
-    MASTER,
-    SharedStates,
-    example_states,
-    held_bytes,
-    load_target,
-    states_elsewhere,
-)
-from hsdp.torch.unit_hooks import UnitHooks, full_state_dict
-from hsdp.torch.unit_sharding import (
-    Place,
-    attached_models,
-    gathered_units,
-    model_of,
-    plan_units,
-    slice_units,
-)
+from hsdp.torch.slices.settings_word import SettingsWord
+from hsdp.torch.slices.sharded_state_dict import loadable, make_whole, put_slices
+from hsdp.torch.slices.slice_states import MASTER, FreshStates, SharedStates, held_bytes
+from hsdp.torch.units.meta_init import MetaInit, ParamInit, random_state_of_rank_0
+from hsdp.torch.units.pass_hooks import full_state_dict
+from hsdp.torch.units.unit_plan import Place, UnitPlan, Units, attached_models, model_of, plan_units
+from hsdp.torch.units.unit_set_up import SlicedUnits, gathered_units, slice_units
 from hsdp.zero.parameter_gather import GatherStats
 
 _SET_UP = "make its ShardedOptimizer"
@@ -164,65 +143,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if first is None:  # by which the others could be told
             got = f"an object of type {type(listed[0]).__name__}" if listed else "none"
             refuse("a Reducer or several", got)
-        with first._together(_SET_UP):
-            self._reducers = required_reducers(listed)
-            require_options(stage, max_grad_norm, gather_bucket_bytes, master_dtype)
-            offloaded = is_offloaded(offload, first)
-            groups = parameter_groups(params)
-            found = [[self._place_of(p) for p in tensors(g) if p.requires_grad] for g in groups]
-            places = [place for of_group in found for place in of_group]
-            self._require_parameters([owner for _, _, owner in places])
-            require_free(places, stage, max_grad_norm)
-            require_unit_options(prefetch_bytes, persistence_threshold)
-            threshold = persistence_threshold if stage == 3 else math.inf
-            if shard_over is not None:
-                for one in self._reducers:
-                    one._set_shard_over(shard_over)
-            plan = plan_units(self._reducers, places, units, threshold)
-            plan.cut_buckets()
-            probe = OptimizerProbe(optimizer_class, options)
-            probed = [
-                _probed(probe, settings(group), of_group)
-                for group, of_group in zip(groups, found, strict=True)
-            ]
-        for one in self._reducers:
-            one.prepare()
+        with restoring_shard_over(listed):
+            with first._together(_SET_UP):
+                self._reducers = required_reducers(listed)
+                require_options(stage, max_grad_norm, gather_bucket_bytes, master_dtype)
+                offloaded = is_offloaded(offload, first)
+                groups = parameter_groups(params)
+                places = self._require_places(groups, stage, max_grad_norm)
+                require_unit_options(prefetch_bytes, persistence_threshold)
+                if shard_over is not None:
+                    for one in self._reducers:
+                        one._set_shard_over(shard_over)
+                threshold = persistence_threshold if stage == 3 else math.inf
+                plan = plan_units(self._reducers, itertools.chain(*places), units, threshold)
+                plan.cut_buckets()
+                makers = _slice_makers(OptimizerProbe(optimizer_class, options), groups, places, offloaded)
+            for one in self._reducers:
+                one.prepare()
         attachments = [a for one in self._reducers for a in attached_models(one)]
         models = [model_of(a) for a in attachments]
         meta = MetaInit(models, first.mesh.device, param_init_fn)
         try:
             with random_state_of_rank_0(first.mesh, meta.is_needed):
                 with first._together(_SET_UP):
-                    make = {
-                        id(place[1]): functools.partial(ParameterSlice, *place, states, offloaded)
-                        for of_group, of_states in zip(found, probed, strict=True)
-                        for place, states in zip(of_group, of_states, strict=True)
-                    }
-                    sliced = slice_units(plan, make, meta)
-                    slices = [
-                        [sliced.slices[id(p)] if id(p) in sliced.slices else make[id(p)]() for _, p, _ in of_group]
-                        for of_group in found
-                    ]
-                    self._shards = list(itertools.chain.from_iterable(slices))
-                    self._parameters = [shard.parameter for shard in self._shards]
-                    self._kept = [shard for shard in self._shards if not shard.is_released]
-                    self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
-                    self._names = {
-                        reducer: frozenset(s.name for s in self._shards if s.reducer is reducer)
-                        for reducer in self._reducers
-                    }
-                    self._note_memory()
-                    self._masters: list[SliceMasters] = [*sliced.masters, *self._make_masters()]
+                    sliced = self._make_slices(plan, makers, meta)
+                    self._kept = KeptSlices([one for one in self._shards if not one.is_released])
+                    self._masters: list[SliceMasters] = [*sliced.masters, *self._kept.masters]
                     self._make_inner = functools.partial(optimizer_class, **options)
-                    self._inner = self._make_inner(
-                        [
-                            {**settings(group), "params": [one.master for one in of_group if one.is_here]}
-                            for group, of_group in zip(groups, slices, strict=True)
-                        ]
-                    )
-                    self._built = False
-                    super().__init__(groups, self._inner.defaults)
-                    self._group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+                    self._make_inner_optimizer(groups)
                 meta.require_same_values(first.mesh)
         except BaseException:
             meta.undo()
@@ -232,28 +180,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stage = stage
         self._max_grad_norm = max_grad_norm
         self._states = SharedStates(self._shards)
-        self._examples: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._fresh = FreshStates(self._make_inner, self._group_of)
         self._are_targets = False  # whether `state` is there for a checkpoint to be loaded into
         self.register_state_dict_post_hook(_with_slices, prepend=True)
         overlaps = overlap_param_gather and any(one._slice_group.size > 1 for one in self._reducers)
-        self._gather = OverlappedGather(self._kept, gather_bucket_bytes, models if overlaps else [])
+        self._gather = OverlappedGather(self._kept.slices, gather_bucket_bytes, models if overlaps else [])
         self._units = gathered_units(
             sliced.units, prefetch_bytes, reshard_after_forward, reshard_after_backward,
             gather_bucket_bytes,
         )
         # At the end of the process, too: the other ranks need this one for their gathers.
-        self._ends = [weakref.finalize(self, self._units.close),
-                      weakref.finalize(self, self._gather.close_quietly)]
-        for one in self._reducers:
-            one.set_partial_sync("none" if stage == 1 else "shard")
-            own(one, self)
-        self._word = SettingsWord(
-            self._reducers,
-            {"optimizer": optimizer_class.__name__, "stage": stage, "max_grad_norm": max_grad_norm},
-            self.param_groups,
-            self.defaults,
-        )
-        self._ends.append(weakref.finalize(self, self._word.close))
+        self._ends = [weakref.finalize(self, end) for end in (self._units.close, self._gather.close_quietly)]
+        self._follow_steps(optimizer_class.__name__)
         self._count_memory()
         self._built = True
         self._last_mode = "eval" if callable(getattr(self._inner, "train", None)) else "train"
@@ -261,6 +199,55 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm: Any = None
         self._skipped: Any = False
         self._found_none = False  # no gradient of any parameter, on any rank
+
+    # Where the parameters of each group are attached.
+    def _require_places(
+        self, groups: list[dict[str, Any]], stage: int, max_grad_norm: float | None
+    ) -> list[list[Place]]:
+        found = [[self._place_of(p) for p in tensors(g) if p.requires_grad] for g in groups]
+        places = [place for of_group in found for place in of_group]
+        for reducer in self._reducers:
+            if not any(owner is reducer for _, _, owner in places):
+                refuse("parameters of every Reducer that require gradients", "a Reducer without; leave it out")
+        require_free(places, stage, max_grad_norm)
+        return found
+
+    # This rank's slices: those of parameters that are released lie in units, others are kept.
+    def _make_slices(
+        self, plan: UnitPlan, makers: dict[int, Callable[..., ParameterSlice]], meta: MetaInit
+    ) -> SlicedUnits:
+        sliced = slice_units(plan, makers, meta)
+        self._shards = [sliced.slices[p] if p in sliced.slices else make() for p, make in makers.items()]
+        self._parameters = [shard.parameter for shard in self._shards]
+        self._first_names = {shard.reducer: shard.name for shard in reversed(self._shards)}
+        self._names = {
+            reducer: frozenset(s.name for s in self._shards if s.reducer is reducer)
+            for reducer in self._reducers
+        }
+        return sliced
+
+    # On the masters of each group; this one has the parameters.
+    def _make_inner_optimizer(self, groups: list[dict[str, Any]]) -> None:
+        slice_of = {id(shard.parameter): shard for shard in self._shards}
+        inner = []
+        for group in groups:
+            here = [slice_of[id(p)] for p in tensors(group) if id(p) in slice_of]
+            inner.append({**settings(group), "params": [one.master for one in here if one.is_here]})
+        self._inner = self._make_inner(inner)
+        self._built = False
+        super().__init__(groups, self._inner.defaults)
+        self._group_of: dict[int, dict[str, Any]] = {
+            id(p): group for group in self.param_groups for p in group["params"]
+        }
+
+    # From here on the Reducers' steps are this optimizer's, whose settings the ranks compare in each.
+    def _follow_steps(self, inner: str) -> None:
+        for one in self._reducers:
+            one.set_partial_sync("none" if self._stage == 1 else "shard")
+            own(one, self)
+        same = {"optimizer": inner, "stage": self._stage, "max_grad_norm": self._max_grad_norm}
+        self._word = SettingsWord(self._reducers, same, self.param_groups, self.defaults)
+        self._ends.append(weakref.finalize(self, self._word.close))
 
     @property
     def _who(self) -> str:
@@ -276,11 +263,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "parameters whose gradients the Reducer takes (reducer.attach(model))",
             f"one of shape {tuple(parameter.shape)} that it does not know",
         )
-
-    def _require_parameters(self, owners: list[Reducer]) -> None:
-        for reducer in self._reducers:
-            if not any(owner is reducer for owner in owners):
-                refuse("parameters of every Reducer that require gradients", "a Reducer without; leave it out")
 
     def close(self) -> None:
         """Frees the parameters for another optimizer. Waits for the parameters, which stay as they are,
@@ -300,10 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._gather.close()
 
     def _is_open(self) -> bool:
-        return all(map(self._owns, self._reducers))
-
-    def _owns(self, reducer: Reducer) -> bool:
-        return owns(reducer, self)
+        return all(owns(reducer, self) for reducer in self._reducers)
 
     def __repr__(self) -> str:
         rates = [f"{group['lr']:g}" for group in self.param_groups if "lr" in group]
@@ -323,16 +302,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> NoReturn:
         refuse("a state_dict() to be pickled", "the optimizer itself")
-
-    # Of parameters that stay.
-    def _make_masters(self) -> list[Masters]:
-        alike: dict[torch.dtype, list[ParameterSlice]] = {}
-        for shard in self._kept:
-            if shard.has_own_master:
-                alike.setdefault(shard.own.dtype, []).append(shard)
-            else:
-                shard.master = torch.nn.Parameter(shard.shaped(shard.own))
-        return [Masters(shards) for shards in alike.values()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """At construction only, where slices and gathers are laid out; later a UsageError."""
@@ -409,7 +378,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             refuse("parameters of different names in several Reducers", "a name twice")
         with torch.no_grad():
             self._bind_moved()
-            self._read_copied()
+            self._kept.read_copied()
             self._units.read_written()
             parts = {s: s.own for s in self._shards if not s.has_own_master}
             for masters in self._masters:
@@ -458,35 +427,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         steps = self._take_gradients()
-        for reducer, step in zip(self._reducers, steps, strict=True):
-            if has_taken(reducer, step, self._names[reducer]):
-                refuse(
-                    "gradients of a new step",
-                    "those of the step before; end the step with last=True between two calls of step()",
-                )
+        self._require_new(steps)
         self._require_usable()
         self._found_none = False
         with self._ending_the_mesh("step"), torch.no_grad():
-            if self._skips_by_itself():
-                self._skipped = self._inner.found_inf = self._found_inf_tensor()
-                self._update()
+            if self._must_skip():
+                self._skip()
             else:
-                self._skipped = self._found_inf()
-                if not self._skipped:
-                    self._update()
-                else:
-                    self._units.skip_update()
-                    if self._max_grad_norm is not None:
-                        self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
+                self._update()
             for reducer, step in zip(self._reducers, steps, strict=True):
                 take(reducer, step, self._names[reducer])
         if self._found_none:
             warn_of_no_gradients("zero: ShardedOptimizer.step")
         return loss
 
+    def _require_new(self, steps: list[int]) -> None:
+        for reducer, step in zip(self._reducers, steps, strict=True):
+            if has_taken(reducer, step, self._names[reducer]):
+                refuse(
+                    "gradients of a new step",
+                    "those of the step before; end the step with last=True between two calls of step()",
+                )
+
     # Before other ranks wait for this one.
     def _require_usable(self) -> None:
-        unreduced_gradient_guard.require_result("ShardedOptimizer.step", self._parameters)
+        require_result("ShardedOptimizer.step", self._parameters)
         if self._max_grad_norm is not None:
             for reducer in self._reducers:
                 for attachment in attached_models(reducer):
@@ -506,11 +471,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _skips_by_itself(self) -> bool:
         return self._is_fused() and self._shards[0].master.is_cuda
 
-    def _found_inf(self) -> bool:
-        return any([reducer.found_inf() for reducer in self._reducers])  # each is collective
+    def _must_skip(self) -> bool:
+        if self._skips_by_itself():
+            self._skipped = self._inner.found_inf = self._found_inf_tensor()
+            return False
+        self._skipped = self._found_inf()
+        return bool(self._skipped)
 
     def _found_inf_tensor(self) -> torch.Tensor:
         return torch.stack([one.found_inf_tensor() for one in self._reducers]).amax()
+
+    def _skip(self) -> None:
+        self._units.skip_update()
+        if self._max_grad_norm is not None:
+            self.grad_norm = clip_grad_norm_(self._reducers, math.inf)
+
+    def _found_inf(self) -> bool:
+        return any([reducer.found_inf() for reducer in self._reducers])  # each is collective
 
     def _update(self) -> None:
         self._forget_targets()
@@ -552,7 +529,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._states.lend(self.state, self._inner.state)
         method()
         if self._states.take_back(
-            self.state, self._inner.state, set(unused), self._fresh_elsewhere
+            self.state, self._inner.state, set(unused), self._fresh.elsewhere
         ):
             self._count_memory()
         for group, inner in groups:
@@ -582,26 +559,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         beginning = [s for s in shards if s.states.begins_with_zeros]
         without = [shard for shard in beginning if not self.state.get(shard.parameter)]
         for shard in without:
-            self.state[shard.parameter] = self._load_target(shard)
+            self.state[shard.parameter] = self._fresh.load_target(shard)
         return bool(without)
-
-    # What a state has after a step, by keys, shapes and dtypes.
-    def _example(self, shard: ParameterSlice) -> dict[str, Any]:
-        options = settings(self._group_of[id(shard.parameter)])
-        key = (shard.inside_shape, shard.master_dtype, repr(sorted(options.items())))
-        if key not in self._examples:
-            self._examples[key] = example_states(shard, self._make_inner, options)
-        return self._examples[key]
-
-    def _fresh_elsewhere(self, shard: ParameterSlice) -> dict[str, Any]:
-        return states_elsewhere(shard, self._example(shard))
-
-    # A state of no step. torch's checkpoints load into it.
-    def _load_target(self, shard: ParameterSlice) -> dict[str, Any]:
-        if not shard.is_here:
-            return self._fresh_elsewhere(shard)
-        options = settings(self._group_of[id(shard.parameter)])
-        return load_target(shard, self._make_inner, options)
 
     # For the Reducers' stats().
     def _count_memory(self) -> None:
@@ -671,7 +630,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         (set_loss_scale). 1 where a gradient of any rank is not finite.
         """
         self._take_gradients()
-        found = unreduced_gradient_guard.attached_names(self._parameters)
+        found = attached_names(self._parameters)
         for attachment, names in found.items():
             require_scaled(attachment, names)
         self._skipped = self._found_inf()  # a scaler that hears of it calls no step()
@@ -685,7 +644,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _take_gradients(self) -> list[int]:
         """Waits for the results, or says what is missing. Of which steps they are."""
         for reducer, first in self._first_names.items():
-            if not self._owns(reducer):
+            if not owns(reducer, self):
                 refuse("an open optimizer", "a closed one")
             try:
                 reducer._handle.shard(first)
@@ -705,32 +664,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # What others have written since. A master of 32 bits is the parameter's own memory.
     def _reread_written(self) -> None:
         self._bind_moved()
-        self._read_copied()
+        self._kept.read_copied()
         for masters in self._masters:
             masters.reread()
 
     def _bind_moved(self) -> None:
         self._gather.wait_all()
-        if self._bound == [memory_of(shard.parameter) for shard in self._kept]:
-            return
-        for shard in self._kept:
-            shard.require_same_kind()
-        for shard in self._kept:
-            if shard.bound == memory_of(shard.parameter):
-                continue
-            shard.bind()
-            if not shard.has_own_master:
-                shard.master.data = shard.shaped(shard.own)
+        for shard in self._kept.bind_moved():
             self._gather.rebind(shard)
-        self._note_memory()
-
-    def _read_copied(self) -> None:
-        for shard in self._copied:
-            shard.whole.copy_(shard.parameter.data)
-
-    def _note_memory(self) -> None:
-        self._bound = [shard.bound for shard in self._kept]
-        self._copied = [shard for shard in self._kept if shard.is_copied]
 
     # torch.distributed.checkpoint makes tensors to load into by a step of zeros. Not while gradients of
     # a step wait for theirs.
@@ -750,7 +691,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _make_load_targets(self) -> None:
         for shard in self._shards:
-            target = self._load_target(shard)
+            target = self._fresh.load_target(shard)
             if target:
                 self.state[shard.parameter] = target
         self._are_targets = True
@@ -785,7 +726,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         for hook in private_torch.load_state_dict_pre_hooks(self):
             state_dict = hook(self, state_dict) or state_dict
-        groups, states = loadable(state_dict, self.param_groups, self._shards, self._example)
+        groups, states = loadable(state_dict, self.param_groups, self._shards, self._fresh.example)
         self._gather.wait_all()  # it reads masters
         self._units.expire()
         self._are_targets = False
@@ -811,13 +752,16 @@ def _with_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
     put_slices(state_dict, optimizer.param_groups, optimizer._shards)
 
 
-# Of each parameter.
-def _probed(
-    probe: OptimizerProbe, settings: dict[str, Any], places: Iterable[Place]
-) -> list[ProbedStates]:
-    on_slices = functools.cache(functools.partial(probe.on_slices, settings))
-    on_whole = functools.cache(functools.partial(probe.on_whole, settings))
-    return [
-        on_whole(max(1, p.dim()), p.is_complex()) if reducer.layout == "whole" else on_slices(p.is_complex())
-        for _, p, reducer in places
-    ]
+# Of each parameter, by its id: makes this rank's slice, with the states that its optimizer was found to have.
+def _slice_makers(
+    probe: OptimizerProbe, groups: list[dict[str, Any]], places: list[list[Place]], offloaded: bool
+) -> dict[int, Callable[..., ParameterSlice]]:
+    makers: dict[int, Callable[..., ParameterSlice]] = {}
+    for group, of_group in zip(groups, places, strict=True):
+        on_slices = functools.cache(functools.partial(probe.on_slices, settings(group)))
+        on_whole = functools.cache(functools.partial(probe.on_whole, settings(group)))
+        for name, p, reducer in of_group:
+            is_whole = reducer.layout == "whole"
+            states = on_whole(max(1, p.dim()), p.is_complex()) if is_whole else on_slices(p.is_complex())
+            makers[id(p)] = functools.partial(ParameterSlice, name, p, reducer, states, offloaded)
+    return makers

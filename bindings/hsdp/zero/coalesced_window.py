@@ -8,11 +8,10 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hsdp import _hsdp
-from hsdp.errors import UsageError
+from hsdp.errors import UsageError, reason_of
 from hsdp.named_errors import naming, who_of
 from hsdp.options import Accumulate, AccumulateDtype
 from hsdp.reducer import Reducer
-from hsdp.step_blocks import reason_of
 
 
 class CoalescedWindow:

@@ -1,0 +1,35 @@
+// hsdp_check --digest: are the results of two runs the same, step by step, by their digests?
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "hsdp/snapshot/digest_log.h"
+
+namespace hsdp {
+
+struct DigestComparison {
+  int rank_count = 0;
+  std::int64_t step_count = 0;  // that all ranks of both runs have
+  std::int64_t same_until = 0;  // so many of them are the same, from the first on
+  std::int64_t different_count = 0;
+  // The first step that differs, and where.
+  struct Difference {
+    std::string parameter;
+    std::vector<int> ranks;
+  };
+  std::int64_t first_step = -1;
+  std::vector<Difference> first{};
+};
+
+// Throws SnapshotError where the runs have other meshes or parameters, or no step in common.
+[[nodiscard]] DigestComparison compare_digests(std::span<const DigestLog> a,
+                                               std::span<const DigestLog> b);
+
+[[nodiscard]] std::string to_text(const DigestComparison& comparison);
+[[nodiscard]] nlohmann::ordered_json to_json(const DigestComparison& comparison);
+
+}  // namespace hsdp

@@ -18,6 +18,7 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/divide_factors.h
   hsdp/dtype.h
   hsdp/error.h
+  hsdp/flight_record.h
   hsdp/index_check.h
   hsdp/memory_count.h
   hsdp/memory_plan.h

@@ -44,6 +44,7 @@ struct GatherLane::Parts {
   reducer::Groups groups;
   std::string key;
   std::int64_t agreements = 0;
+  std::int64_t turns = 0;
   reducer::Lane lane;
   std::weak_ptr<IssueOrder::Issuer> of_reducer{};
 };
@@ -54,6 +55,7 @@ GatherLane::GatherLane(reducer::Groups& groups, const std::string& name,
   compare(world, name, lines);
   const std::string quoted = "'" + name + "'";
   reducer::Groups own = groups;
+  own.operations = groups.operations.of("lane " + quoted);
   // Not split from the Reducer's groups, which its lanes may be using.
   const auto split = [&world](const Communicator& group) {
     return world.split(group.world_ranks().front(), group.rank());
@@ -79,14 +81,19 @@ GatherLane::~GatherLane() {
   }
 }
 
-Event GatherLane::run(const Event& after, Task task) {
+Event GatherLane::run(const Event& after, Task task, int unit) {
   parts_->lane.give_here();
   if (const auto of_reducer = parts_->of_reducer.lock()) of_reducer->give_here();
-  return parts_->lane.run({.scope = reducer::Lane::Scope::kAllRanks, .after = after},
-                          [parts = parts_.get(), task = std::move(task)](Stream& stream) {
-                            parts->outcome.rethrow_failure("gather lane");
-                            task(parts->groups.shard, stream);
-                          });
+  return parts_->lane.run(
+      {.scope = reducer::Lane::Scope::kAllRanks, .after = after},
+      [parts = parts_.get(), task = std::move(task), unit](Stream& stream) {
+        parts->outcome.rethrow_failure("gather lane");
+        Operation operation(
+            parts->groups.operations,
+            {.kind = OperationKind::kGather, .turn = parts->turns++, .index = unit});
+        task(parts->groups.shard, stream);
+        if (!parts->groups.on_host()) operation.end(OperationState::kIssued);
+      });
 }
 
 comm::Agreement GatherLane::agree(const comm::Saying& mine, std::string_view act) {
@@ -107,6 +114,8 @@ void GatherLane::stop_repeating() { parts_->lane.stop_repeating(); }
 
 reducer::Groups& GatherLane::groups() { return parts_->groups; }
 
-void GatherLane::wait(const Event& done) { parts_->groups.shard.wait(done); }
+void GatherLane::wait(const Event& done) {
+  parts_->groups.operations.await(done, [&] { parts_->groups.shard.wait(done); });
+}
 
 }  // namespace hsdp

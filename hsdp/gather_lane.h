@@ -48,7 +48,8 @@ class GatherLane {
   // fails, as the Events of streams do. Returns at once; on a GPU it waits until the work of
   // `after` is enqueued. The Event is done when the task's collectives are complete on this rank;
   // it may outlive the lane.
-  Event run(const Event& after, Task task);
+  // `unit`: what the task gathers, in the record of operations.
+  Event run(const Event& after, Task task, int unit = -1);
   // What its tasks' collectives run on: the shard group that they are given, and where the
   // Reducer's results are sharded over the mesh, the replicas.
   [[nodiscard]] reducer::Groups& groups();

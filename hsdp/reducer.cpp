@@ -59,7 +59,8 @@ Reducer::Reducer(const Mesh& mesh, ReducerOptions options) {
   Communicator world = mesh.world();
   reducer::AgreedOptions agreed =
       reducer::agree_on_options(std::move(options), mesh.device(), world);
-  parts_ = std::make_unique<Parts>(reducer::make_groups(mesh), std::move(agreed));
+  const std::string title = reducer::title(agreed.options);
+  parts_ = std::make_unique<Parts>(reducer::make_groups(mesh, title), std::move(agreed));
 }
 Reducer::~Reducer() = default;
 Reducer::Reducer(Reducer&&) noexcept = default;
@@ -205,6 +206,12 @@ ReducerStats Reducer::stats() const {
   const CollectiveCounts shard_counts = groups.shard.stats();
   s.reduce_scatter_count = shard_counts[CollectiveKind::kReduceScatter].calls;
   s.shard_hop_bytes = shard_counts[CollectiveKind::kReduceScatter].bytes;
+  s.pack_s = groups.operations.seconds(OperationKind::kPack);
+  s.shard_hop_s = groups.operations.seconds(OperationKind::kShardHop);
+  s.replica_hop_s = groups.operations.seconds(OperationKind::kReplicaHop);
+  s.gather_s = groups.operations.seconds(OperationKind::kGather);
+  s.update_s = groups.operations.seconds(OperationKind::kUpdate);
+  s.waiting_s = groups.operations.seconds(OperationKind::kWait);
   s.engine = groups.world.engine_name();
   s.reduction = parts_->options.reduction;
   s.replica_hop = parts_->options.replica_hop->describe();
@@ -366,6 +373,7 @@ std::unique_ptr<GatherLane> ReducerInternal::make_lane(const std::string& name,
   return std::unique_ptr<GatherLane>(new GatherLane(parts_.groups, name, lines, steps.frozen()));
 }
 MemoryCount ReducerInternal::memory_count() const { return parts_.memory; }
+const Operations& ReducerInternal::operations() const { return parts_.groups.operations; }
 bool ReducerInternal::has_gradient(int parameter) const {
   return parts_.steps.has_gradient(parameter);
 }

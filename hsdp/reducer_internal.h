@@ -21,6 +21,8 @@
 
 namespace hsdp {
 
+class Operations;
+
 class ReducerInternal {
  public:
   explicit ReducerInternal(const Reducer& reducer) : parts_(*reducer.parts_) {}
@@ -42,6 +44,8 @@ class ReducerInternal {
                                                       const LanePreparation& prepare = {}) const;
   // For the memory of what works on the Reducer's slices; stats() reports it.
   [[nodiscard]] MemoryCount memory_count() const;
+  // For the record of what works on them, and its times in stats().
+  [[nodiscard]] const Operations& operations() const;
 
   // Whether a gradient of that parameter (an index from register_parameter) was handed over in the
   // step that is begun and not ended. UsageError for an index that was not returned.

@@ -30,6 +30,14 @@ struct ReducerStats {
   // On a GPU: of gradients, local sums and rows, what was read by 2 or 4 bytes at a time, as it
   // does not lie on 16 where what is written does. Slower than the rest.
   std::int64_t misaligned_bytes = 0;
+  // Seconds that threads of this rank spent, waits for peers included. On a GPU those of the host,
+  // which only issues the work.
+  double pack_s = 0;
+  double shard_hop_s = 0;
+  double replica_hop_s = 0;
+  double gather_s = 0;
+  double update_s = 0;   // of zero::AdamW
+  double waiting_s = 0;  // of the calling threads, for the library
 
   std::int64_t carry_bytes = 0;        // fp32 or f64 carry, also the result
   std::int64_t total_bytes = 0;        // replica-summed totals of groups that are `all` mid-step
@@ -67,6 +75,12 @@ void visit_fields(const ReducerStats& stats, Visit visit) {
   visit("shard_hop_bytes", stats.shard_hop_bytes);
   visit("replica_hop_bytes", stats.replica_hop_bytes);
   visit("misaligned_bytes", stats.misaligned_bytes);
+  visit("pack_s", stats.pack_s);
+  visit("shard_hop_s", stats.shard_hop_s);
+  visit("replica_hop_s", stats.replica_hop_s);
+  visit("gather_s", stats.gather_s);
+  visit("update_s", stats.update_s);
+  visit("waiting_s", stats.waiting_s);
   visit("carry_bytes", stats.carry_bytes);
   visit("total_bytes", stats.total_bytes);
   visit("staging_bytes", stats.staging_bytes);

@@ -225,7 +225,15 @@ void RowReducer::Parts::over_replicas(int number, const Row& row, const TensorVi
   bucket.nonfinite = sums.nonfinite();
   bucket.planned = true;
   steps.note_row(number, row.shard_size);
-  sums.follow(hop->reduce(bucket, stream), stream);
+  Operation operation(ranks.operations,
+                      {.kind = OperationKind::kReplicaHop,
+                       .step = steps.step(),
+                       .index = number,
+                       .bytes = static_cast<std::int64_t>(total.size_in_bytes())});
+  const Event reduced = hop->reduce(bucket, stream);
+  const bool is_done = ranks.on_host() && reduced.complete();
+  operation.end(is_done ? OperationState::kDone : OperationState::kIssued);
+  sums.follow(reduced, stream);
   ++reduce_count;
 }
 
@@ -234,7 +242,8 @@ RowReducer::RowReducer(const Mesh& mesh, std::vector<RowGroup> groups,
   if (!hop) hop = std::make_shared<PlainHop>();
   Communicator world = mesh.world();
   compare_models(groups, *hop, world);
-  parts_ = std::make_unique<Parts>(reducer::make_groups(mesh), std::move(groups), std::move(hop));
+  parts_ = std::make_unique<Parts>(reducer::make_groups(mesh, "replica_hook"), std::move(groups),
+                                   std::move(hop));
   if (parts_->is_alone()) {
     parts_->hop->set_unused();
     return;

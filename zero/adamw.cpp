@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/comm/operation_record.h"
 #include "hsdp/device/buffer.h"
 #include "hsdp/device/copy.h"
 #include "hsdp/error.h"
@@ -146,9 +147,13 @@ void AdamW::update(Stream& stream, const AdamWUpdate& how) {
         static_cast<const float*>(parts_->reducer.shard(parts_->parameters[i].name).data);
   }
   const AdamWTick tick{parts_->options, how.grad_factor, how.found_inf, parts_->clock()};
-  stream.run([slices = std::move(slices), tick, inside = stream.inside_task()] {
+  const OperationPlace place{.kind = OperationKind::kUpdate, .step = parts_->reducer.state().step};
+  stream.run([slices = std::move(slices), tick, inside = stream.inside_task(), place,
+              &operations = ReducerInternal(parts_->reducer).operations()] {
+    Operation operation(operations, place);
     adamw_tick(tick, inside);
     adamw_update(slices, tick.clock, inside);
+    if (inside.device().type != DeviceType::kHost) operation.end(OperationState::kIssued);
   });
 }
 

@@ -195,9 +195,11 @@ Event ParameterGather::start(int unit, const Event& updated) { return start(unit
 Event ParameterGather::start(int unit, const Event& updated, CallLabel label) {
   const std::size_t u = parts_->unit_number(unit);
   Event done = parts_->lane->run(
-      updated, [parts = parts_.get(), u, label](Communicator& /*shard_group*/, Stream& stream) {
+      updated,
+      [parts = parts_.get(), u, label](Communicator& /*shard_group*/, Stream& stream) {
         parts->gather(u, label, stream);
-      });
+      },
+      unit);
   const std::scoped_lock lock(parts_->mutex);
   parts_->gathered[u] = done;
   return done;

@@ -71,6 +71,7 @@ class Mesh:
     def follow(self, source: Callable[[], int], is_set: bool) -> None:
         """Where the caller's GPU work goes: a cudaStream_t, asked for at each use."""
 
+    def flight_record(self, folder: str) -> None: ...
     def close(self) -> None: ...
 
 def set_memory_source(
@@ -213,6 +214,9 @@ class UnitGather:
     def stats(self) -> dict[str, Any]:
         """See GatherStats."""
 
+class Update:
+    def close(self) -> None: ...
+
 class HeldBytes:
     """Bytes that count until this object is destroyed."""
 
@@ -256,6 +260,9 @@ class Reducer:
 
     def hold_optimizer_bytes(self, count: int) -> HeldBytes:
         """Counts newly allocated bytes in stats().optimizer_bytes."""
+
+    def update(self) -> Update:
+        """An optimizer's, which begins: counts the time until it is closed in stats().update_s."""
 
     def step_number(self) -> int: ...
     def step_begun(self) -> bool: ...

@@ -29,6 +29,7 @@ _MODULES = {
     "launched": "launch.distributed_launch",
     "job_size": "launch.distributed_launch",
     "meet_at_store": "launch.store_rendezvous",
+    "profiler_is_on": "private_torch",
     "reducers_of": "attach.kept_reducers",
     "replica_hook": "fsdp.replica_hook_handle",
 }

@@ -11,6 +11,7 @@ import numpy as np
 from hsdp import _hsdp
 from hsdp.array import Array
 from hsdp.errors import Error, UsageError
+from hsdp.profiler_range import profiler_range
 
 #: Added to a norm before dividing by it, as in torch.
 EPSILON = 1e-6
@@ -38,7 +39,8 @@ def clip(
         if norm_type != 2:
             _scale(reducers, max_norm, was)
             return was
-    return _hsdp.clip_grad_norm([one._handle for one in reducers], max_norm)
+    with profiler_range("hsdp:clip_grad_norm"):
+        return _hsdp.clip_grad_norm([one._handle for one in reducers], max_norm)
 
 
 def _number_of(norm: Any) -> float:

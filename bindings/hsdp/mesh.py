@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import operator
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -127,6 +128,16 @@ class Mesh(Closing):
             )
         self._stream.set(stream)
         self._handle.follow(self._stream, stream is not None)
+
+    def flight_record(self, folder: str | os.PathLike[str]) -> None:
+        """Writes what this rank's Reducers did last into `folder`, as rank_N.json.
+
+        `hsdp_check --flight FOLDER` reads the files of all ranks and says which rank the others wait
+        for. Asks no other rank, and may be called from any thread while others are in calls of hsdp. With
+        HSDP_FLIGHT_DIR hsdp writes the same file by itself on an error and on SIGUSR1. Makes the folder
+        if there is none; raises UsageError or Error if it cannot write there.
+        """
+        self._handle.flight_record(os.fspath(folder))
 
     def close(self) -> None:
         """Ends the mesh on this rank; safe to call twice. Later calls raise UsageError.

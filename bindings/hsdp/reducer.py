@@ -26,6 +26,7 @@ from hsdp.options import (
     ShardOver, Sync,
 )
 from hsdp.parameter import Parameter
+from hsdp.profiler_range import profiler_range
 from hsdp.reducer_results import ReducerResults, clip
 from hsdp.reducer_text import Wires, how_even, what_is_reduced, where_it_stands
 
@@ -381,11 +382,12 @@ class Reducer(ReducerResults, Closing):
             sync = "none"
         has_batch = None if inside else self._entered_batch()
         self._begin()
-        self._hearing_of_drops(
-            lambda: self._handle.begin_microbatch(
-                None if last is None else bool(last), sync, has_batch
+        with profiler_range("hsdp:begin_microbatch"):
+            self._hearing_of_drops(
+                lambda: self._handle.begin_microbatch(
+                    None if last is None else bool(last), sync, has_batch
+                )
             )
-        )
         if not inside:
             self._had_batch = has_batch is not False
             self._began(lambda attachment: attachment.microbatch_began())
@@ -444,7 +446,8 @@ class Reducer(ReducerResults, Closing):
         Does nothing if none is pending, so it is safe to call twice.
         """
         self._before_words()
-        self._hearing_of_drops(self._handle.finish)
+        with profiler_range("hsdp:finish"):
+            self._hearing_of_drops(self._handle.finish)
 
     def discard(self) -> None:
         """Drops the pending part of a step, if any."""

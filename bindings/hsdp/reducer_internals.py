@@ -17,6 +17,7 @@ from hsdp.errors import Error, StepAbortedError, UsageError, reason_of
 from hsdp.mesh import Mesh
 from hsdp.named_errors import naming_itself
 from hsdp.options import Accumulate, AccumulateDtype, ShardOver
+from hsdp.profiler_range import profiler_range
 from hsdp.same_weights import require_same_models
 
 
@@ -121,7 +122,8 @@ class ReducerInternals:
     def _end(self, end: Callable[[], None]) -> None:
         try:
             self._take_what_is_left()
-            end()
+            with profiler_range("hsdp:end_microbatch"):
+                end()
         except BaseException as error:
             self._ended(completed=False)
             self._raise_explained(error)

@@ -44,6 +44,16 @@ class ReducerStats:
     #: on a GPU: bytes of gradients, local sums and rows that were read 2 or 4 at a time, because their
     #: alignment to 16 differs from the output's; slower than the rest
     misaligned_bytes: int
+    #: seconds that threads of this rank spent on packing; on a GPU the host's, which only issues the work
+    pack_s: float
+    #: waits for peers included, as in those that follow
+    shard_hop_s: float
+    replica_hop_s: float
+    gather_s: float
+    #: updates of sharded optimizers
+    update_s: float
+    #: of the threads that call hsdp, for hsdp: ends of microbatches, results, gathers
+    waiting_s: float
     #: fp32 (f64) carry, which is also the result
     carry_bytes: int
     #: replica-summed totals of groups that are reduced before the step ends
@@ -87,7 +97,9 @@ def rows_text(rows: dict[str, int | str]) -> str:
     return "\n".join(f"{key:<{width}}  {_text(key, value)}" for key, value in rows.items())
 
 
-def _text(key: str, value: int | str) -> str:
+def _text(key: str, value: float | str) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
     if not key.endswith("_bytes") or isinstance(value, str):
         return str(value)
     return f"{value} ({value / 2**20:.1f} MiB)" if value >= 2**20 else str(value)

@@ -2,6 +2,7 @@
 
 #include <pybind11/stl.h>
 
+#include <filesystem>
 #include <optional>
 #include <utility>
 
@@ -9,6 +10,7 @@
 #include "bindings/module/mesh_handle.h"
 #include "hsdp/comm/rendezvous/launch_environment.h"
 #include "hsdp/error.h"
+#include "hsdp/flight_record.h"
 
 namespace hsdp::python {
 namespace {
@@ -102,6 +104,11 @@ void bind_mesh(py::module_& module) {
            [](const MeshHandle& self) { return group(self, GroupKind::kReplicate); })
       .def("follow", [](const MeshHandle& self, py::object source,
                         bool is_set) { self.caller()->follow(std::move(source), is_set); })
+      .def("flight_record",
+           [](const MeshHandle& self, const std::string& folder) {
+             py::gil_scoped_release release;
+             write_flight_record(self.mesh(), std::filesystem::path(folder));
+           })
       .def("close", [](const MeshHandle& self) {
         call_interruptibly([mesh = self.mesh()]() mutable { mesh.close(); });
       });

@@ -15,6 +15,7 @@
 #include "bindings/module/held_object.h"
 #include "bindings/module/reducer_handle.h"
 #include "bindings/module/text_argument.h"
+#include "hsdp/comm/operation_record.h"
 #include "hsdp/error.h"
 #include "hsdp/kernels/cast_and_pack.h"
 #include "hsdp/reducer_internal.h"
@@ -315,6 +316,21 @@ HeldBytes hold_optimizer_bytes(const Handle& self, std::int64_t count) {
   return {ReducerInternal(self.reducer()).memory_count().hold(MemoryKind::kOptimizer, count)};
 }
 
+// An update of an optimizer, until it is closed.
+class Update {
+ public:
+  explicit Update(const Handle& self)
+      : reducer_(self.share()),
+        operation_(std::in_place, ReducerInternal(*reducer_).operations(),
+                   OperationPlace{.kind = OperationKind::kUpdate, .step = reducer_->state().step}) {
+  }
+  void close() { operation_.reset(); }
+
+ private:
+  std::shared_ptr<Reducer> reducer_;
+  std::optional<Operation> operation_;
+};
+
 using Class = py::class_<Handle>;
 
 void bind_settings(Class& bound) {
@@ -341,6 +357,7 @@ void bind_settings(Class& bound) {
       .def("stats", stats)
       .def("memory_plan", memory_plan)
       .def("hold_optimizer_bytes", hold_optimizer_bytes)
+      .def("update", [](const Handle& self) { return Update(self); })
       .def("step_number", [](const Handle& self) { return self.reducer().state().step; })
       .def("has_gradient", [](const Handle& self,
                               int p) { return ReducerInternal(self.reducer()).has_gradient(p); })
@@ -457,6 +474,7 @@ void bind_reducer(py::module_& module) {
       "or to one `hsdp.torch.replica_hook`.")
       .def("describe", &ReplicaHop::describe, "Its options, as stats and snapshots say them.");
   py::class_<HeldBytes>(module, "HeldBytes");
+  py::class_<Update>(module, "Update").def("close", &Update::close);
   Class bound(module, "Reducer");
   bind_settings(bound);
   bind_step(bound);

@@ -2,6 +2,7 @@
 
 #include <numeric>
 
+#include "hsdp/comm/operation_record.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
@@ -12,6 +13,11 @@ std::optional<std::vector<std::string>> Control::exchange_while_open(std::string
   std::vector<int> everyone(static_cast<std::size_t>(size()));
   std::iota(everyone.begin(), everyone.end(), 0);
   return exchange(key, everyone, message, waiting);
+}
+
+std::shared_ptr<OperationRecord> Control::operations() {
+  std::call_once(has_operations_, [this] { operations_ = std::make_shared<OperationRecord>(); });
+  return operations_;
 }
 
 void require_other_rank(int peer, int rank, int size) {

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -20,6 +21,10 @@
 #include "hsdp/comm/agreement.h"
 #include "hsdp/comm/control_link_stats.h"
 #include "hsdp/comm/unique_fd.h"
+
+namespace hsdp {
+class OperationRecord;
+}  // namespace hsdp
 
 namespace hsdp::comm {
 
@@ -43,6 +48,18 @@ struct WaitState {
   std::string_view operation;  // "reduce_scatter", "all_reduce", "status", ...
   int bucket = -1;
   int peer = -1;  // world rank waited for, -1: several or none
+};
+
+// How a rank's world stands.
+struct ControlReport {
+  struct Wait {
+    std::string operation;
+    int bucket = -1;
+    int peer = -1;  // world rank, -1: several, or one that is not known here
+    double seconds = 0;
+  };
+  std::vector<Wait> waits;  // oldest first
+  std::string error;        // what ended the world; empty: it has not ended
 };
 
 class Control {
@@ -124,6 +141,14 @@ class Control {
   // (a futex, a socket). Keep it short. Dropping the returned handle removes the callback; like
   // that of listen(), the handle may outlive the Control.
   [[nodiscard]] virtual std::shared_ptr<void> on_failure(std::function<void()> wake) = 0;
+
+  // For the flight record: changes nothing in what later calls throw.
+  [[nodiscard]] virtual ControlReport report() const { return {}; }
+  [[nodiscard]] std::shared_ptr<OperationRecord> operations();
+
+ private:
+  std::once_flag has_operations_;
+  std::shared_ptr<OperationRecord> operations_;
 };
 
 }  // namespace hsdp::comm

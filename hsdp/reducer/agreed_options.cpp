@@ -9,6 +9,7 @@
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/compare_lines.h"
+#include "hsdp/reducer/flight_watch.h"
 #include "hsdp/reducer/together.h"
 #include "hsdp/snapshot.h"
 
@@ -137,6 +138,7 @@ AgreedOptions agree_on_options(ReducerOptions options, Device device, Communicat
   std::vector<std::string> own;
   together(world, "make its Reducer", [&] {
     check_options(agreed.options, device, world.engine_name());
+    start_flight_writer();
     if (!agreed.options.replica_dtype) {
       agreed.options.replica_dtype = agreed.options.replica_hop->wire();
     }

@@ -110,12 +110,16 @@ void BucketPipeline::send_to_replica_hop(const Launch& launch) {
   const auto complete_bucket = [this, launch, step] {
     setting_.outcome.guard(step, [&] {
       replica_lane_->stream().wait(launch.packed);
-      const Event reduced = launch.arithmetic.runs_replica_hop ? replica_hop(launch) : Event();
-      if (!reduced.complete()) {
-        unfinished_.push_back({launch, reduced});
-        return;
+      if (launch.arithmetic.runs_replica_hop) {
+        Operation operation = begin(OperationKind::kReplicaHop, launch);
+        const Event reduced = replica_hop(launch);
+        if (!reduced.complete()) {
+          unfinished_.push_back({launch, reduced, std::move(operation)});
+          return;
+        }
+        reduced.wait();  // throws what went wrong
+        operation.end(ended());
       }
-      reduced.wait();  // throws what went wrong
       after_hops(launch);
     });
   };
@@ -151,7 +155,21 @@ void BucketPipeline::shard_hop(const Launch& launch) {
     misaligned_bytes_ +=
         kernels::misaligned_bytes(own.data, own.dtype, nullptr, own.dtype, own.count);
   }
+  Operation operation = begin(OperationKind::kShardHop, launch);
   setting_.groups.shard.reduce_scatter(args, shard_lane_->stream());
+  operation.end(ended());
+}
+
+Operation BucketPipeline::begin(OperationKind kind, const Launch& launch) const {
+  const TensorView data = kind == OperationKind::kShardHop
+                              ? setting_.memory.staging(launch.slot, launch.bucket)
+                              : setting_.memory.bucket_carry(launch.bucket);
+  return {setting_.groups.operations,
+          {.kind = kind,
+           .step = launch.plan->step,
+           .microbatch = launch.plan->microbatch,
+           .index = launch.bucket,
+           .bytes = static_cast<std::int64_t>(data.size_in_bytes())}};
 }
 
 Event BucketPipeline::replica_hop(const Launch& launch) {
@@ -224,7 +242,7 @@ void BucketPipeline::count(const MicrobatchPlan& plan, const Words& words) {
 void BucketPipeline::finish_hops() {
   if (unfinished_.empty()) return;
   while (!unfinished_.empty()) {
-    const Unfinished next = std::move(unfinished_.front());
+    Unfinished next = std::move(unfinished_.front());
     unfinished_.pop_front();
     std::exception_ptr error;
     try {
@@ -234,7 +252,9 @@ void BucketPipeline::finish_hops() {
         replica_lane_->stream().wait(next.reduced);
         late_.push_back(next.reduced);
       }
+      next.operation.end(ended());
     } catch (...) {
+      next.operation.end(OperationState::kFailed);
       error = std::current_exception();
     }
     if (error) setting_.outcome.fail(std::move(error));
@@ -263,7 +283,9 @@ void BucketPipeline::end(const Ending& ending) {
 // [Note: dropped step]
 void BucketPipeline::end_drop(const Ending& ending) {
   watch([this, ending, late = shard_lane_->come_late()] {
+    Operation operation(setting_.groups.operations, word_of(ending));
     auto words = setting_.agreement.collect_patiently(ending.word);
+    operation.end(words ? OperationState::kDone : OperationState::kFailed);
     if (!words) return;
     send_zeros(*words, *ending.plan);
     Ending known = ending;
@@ -290,10 +312,22 @@ void BucketPipeline::send_zeros(const Words& words, const MicrobatchPlan& droppe
   }
 }
 
+OperationPlace BucketPipeline::word_of(const Ending& ending) {
+  return {.kind = OperationKind::kWord,
+          .step = ending.plan->step,
+          .microbatch = ending.plan->microbatch,
+          .turn = ending.word};
+}
+
+Words BucketPipeline::collect(const Ending& ending) {
+  const Operation operation(setting_.groups.operations, word_of(ending));
+  return setting_.agreement.collect(ending.word);
+}
+
 void BucketPipeline::run_end(const Ending& ending) {
   const MicrobatchPlan& plan = *ending.plan;
   if (plan.result) hold(plan.result->nonfinite);
-  const Words words = ending.words ? *ending.words : setting_.agreement.collect(ending.word);
+  const Words words = ending.words ? *ending.words : collect(ending);
   StepAgreement::Judgement judgement = setting_.agreement.judge(words);
   if (judgement.mismatch) setting_.agreement.end_world(*judgement.mismatch);
   if (judgement.dropped) {
@@ -375,14 +409,18 @@ Event BucketPipeline::run(const Lane::Work& work, std::function<void(Stream&)> t
 }
 
 void BucketPipeline::wait_launched() {
-  replica_lane_->synchronize();
-  shard_lane_->synchronize();
+  await(replica_lane_->ran());
+  await(shard_lane_->ran());
 }
 
 void BucketPipeline::wait_ended() {
-  watcher_.synchronize();  // may still launch something
+  await(watcher_.record());  // may still launch something
   wait_launched();
-  watcher_.synchronize();
+  await(watcher_.record());
+}
+
+void BucketPipeline::await(const Event& event) const {
+  setting_.groups.operations.await(event, [&] { event.wait(); });
 }
 
 Event BucketPipeline::done() {

@@ -117,10 +117,13 @@ class BucketPipeline {
   void zero_slot(const Launch& launch);
   void shard_hop(const Launch& launch);
   [[nodiscard]] Event replica_hop(const Launch& launch);
+  [[nodiscard]] Operation begin(OperationKind kind, const Launch& launch) const;
   void divide(int bucket, double divisor, const MicrobatchPlan& plan, const Stream& stream);
   void count(const MicrobatchPlan& plan, const Words& words);
   void after_hops(const Launch& launch);
   void finish_hops();
+  [[nodiscard]] static OperationPlace word_of(const Ending& ending);
+  [[nodiscard]] Words collect(const Ending& ending);
   void run_end(const Ending& ending);
   void settle(const Ending& ending, const std::string& calls);
   void send_zeros(const Words& words, const MicrobatchPlan& dropped);
@@ -132,6 +135,11 @@ class BucketPipeline {
   void send_to_shard_hop(const Launch& launch);
   void send_to_replica_hop(const Launch& launch);
   void wait(const Event& event) { setting_.groups.world.wait(event); }
+  void await(const Event& event) const;  // on the caller's thread
+  // Of work that was enqueued the device has the rest.
+  [[nodiscard]] OperationState ended() const {
+    return on_host() ? OperationState::kDone : OperationState::kIssued;
+  }
   [[nodiscard]] std::shared_ptr<Lane> make_lane(const char* name) const;
   // Whether that microbatch ends a step whose result the replicas compare.
   [[nodiscard]] bool checks(const Ending& ending) const {
@@ -151,6 +159,7 @@ class BucketPipeline {
   struct Unfinished {
     Launch launch;
     Event reduced;
+    Operation operation;
   };
   std::deque<Unfinished> unfinished_;
   // On a GPU: the microbatch's, to be asked for their errors once the device is done.

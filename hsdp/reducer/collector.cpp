@@ -4,6 +4,7 @@
 #include <tuple>
 #include <utility>
 
+#include "hsdp/device/profiler.h"
 #include "hsdp/error.h"
 
 namespace hsdp::reducer {
@@ -18,6 +19,7 @@ Collector::Collector(const Setting& setting)
       has_shard_hop_(setting.has_shard_hop),
       holes_(setting.holes),
       packs_(setting.device, setting.world, setting.holes),
+      operations_(setting.operations),
       arrived_(static_cast<std::size_t>(parameters_.size())),
       added_(arrived_.size()),
       accepted_(arrived_.size()),
@@ -222,11 +224,16 @@ void Collector::run(Lock& lock, const Pack& pack) {
   ++in_flight_;
   if (unlocks) lock.unlock();
   std::exception_ptr error;
+  const double begin_s = Operations::now_s();
+  const bool is_watched = profiler::is_watching();
+  if (is_watched) profiler::push("hsdp:pack");
   try {
     pack();
   } catch (...) {
     error = std::current_exception();
   }
+  if (is_watched) profiler::pop();
+  operations_.add(OperationKind::kPack, Operations::now_s() - begin_s);
   if (error && !unlocks) lock.unlock();
   // Told after the handler, when this thread holds no share of the exception any more.
   const bool is_failure = error && !outcome_.note_fault(error);
@@ -249,8 +256,9 @@ void Collector::accept(Lock& lock, int parameter) {
   Kept& kept = kept_[p];
   accepted_[p] = 1;
   const BucketRun buckets = buckets_of(parameter);
-  for (int b = buckets.first; issuer_ && b < buckets.end; ++b) {
-    states_[static_cast<std::size_t>(b)].phase = issuer_->phase();
+  for (int b = buckets.first; b < buckets.end; ++b) {
+    begin_pack(b);
+    if (issuer_) states_[static_cast<std::size_t>(b)].phase = issuer_->phase();
   }
   kept.unpacked_pieces = buckets.count();
   if (buckets.count() == 0) kept = {};  // no elements: nothing to keep
@@ -270,6 +278,20 @@ void Collector::accept(Lock& lock, int parameter) {
     return;
   }
   pack_pieces(lock, parameter);
+}
+
+void Collector::begin_pack(int bucket) {
+  BucketState& state = states_[static_cast<std::size_t>(bucket)];
+  if (state.operation) return;
+  state.operation = operations_.begin({.kind = OperationKind::kPack,
+                                       .step = plan_->step,
+                                       .microbatch = plan_->microbatch,
+                                       .index = bucket});
+}
+
+void Collector::end_pack(BucketState& state, OperationState how) {
+  if (state.operation) operations_.end(*state.operation, how);
+  state.operation.reset();
 }
 
 // A result of one rank is one run of its carry; cut over the replicas, it lies in buckets.
@@ -418,7 +440,7 @@ void Collector::launch_complete(Lock& lock) {
   std::exception_ptr fault;
   while (open_ && next_launch_ < order_.size()) {
     const int number = order_[next_launch_];
-    const BucketState& state = states_[static_cast<std::size_t>(number)];
+    BucketState& state = states_[static_cast<std::size_t>(number)];
     const Bucket& bucket = layout_.buckets()[static_cast<std::size_t>(number)];
     const bool reduces = plan_->group(bucket.group).reduces();
     if (state.unpacked > 0 || (has_shard_hop_ && reduces && state.slot < 0)) break;
@@ -430,6 +452,7 @@ void Collector::launch_complete(Lock& lock) {
     } catch (...) {
       fault = std::current_exception();
     }
+    end_pack(state, packs_.on_host() ? OperationState::kDone : OperationState::kIssued);
     pipeline_.launch(number, reduces ? state.slot : kNoSlot, plan_, packed, state.phase);
   }
   if (fault) {  // at last, as it may unlock
@@ -558,16 +581,21 @@ void Collector::pack_until(const std::function<bool()>& done) {
   const PackStreams::Farewell farewell(packs_);
   Lock lock(mutex_);
   const WaiterScope waiter(done_, done);
+  std::optional<std::int64_t> operation;  // one, however often it packs in between
   while (true) {
     pack_ready(lock);
-    if (done()) return;
+    if (done()) break;
     if (!ready_.empty()) continue;
+    const double begin_s = Operations::now_s();
+    if (!operation) operation = operations_.begin({.kind = OperationKind::kWait}, begin_s);
     if (!issuer_) {
       changed_.wait(lock);
     } else if (changed_.wait_for(lock, IssueOrder::time_to_look()) == std::cv_status::timeout) {
       give_first(lock, done);
     }
+    operations_.add(OperationKind::kWait, Operations::now_s() - begin_s);
   }
+  if (operation) operations_.end(*operation, OperationState::kDone);
 }
 
 // To other lanes, while this thread waits for its buckets.
@@ -625,6 +653,7 @@ std::vector<int> Collector::drop() {
     unsent.push_back(order_[i]);
     BucketState& state = states_[static_cast<std::size_t>(order_[i])];
     if (state.slot >= 0) free_slots_.emplace_back(state.slot, state.slot_free);
+    end_pack(state, OperationState::kFailed);
     state = {};
   }
   std::vector<Kept> kept(kept_.size());

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "hsdp/comm/issue_order.h"
+#include "hsdp/comm/operation_record.h"
 #include "hsdp/reducer/bucket_pipeline.h"
 #include "hsdp/reducer/gradient_memory.h"
 #include "hsdp/reducer/microbatch_plan.h"
@@ -47,6 +48,7 @@ class Collector {
     bool has_shard_hop = false;
     bool holes = false;                          // a parameter may get no gradient
     std::shared_ptr<IssueOrder::Issuer> issuer;  // on a GPU
+    Operations operations{};
   };
   explicit Collector(const Setting& setting);
   ~Collector();
@@ -121,8 +123,9 @@ class Collector {
     int slot = -1;
     Event slot_free;
     int unpacked = 0;
-    std::int64_t phase = -1;   // of the issuer, when the last gradient came
-    std::vector<int> waiting;  // parameters that arrived before the slot did
+    std::int64_t phase = -1;                  // of the issuer, when the last gradient came
+    std::optional<std::int64_t> operation{};  // its pack, which has begun
+    std::vector<int> waiting;                 // parameters that arrived before the slot did
   };
   // One parameter in one bucket.
   struct CarryRun {  // elements of a parameter that lie side by side in a bucket's carry
@@ -158,6 +161,8 @@ class Collector {
   [[nodiscard]] BucketRun buckets_of(int parameter) const;
   [[nodiscard]] Contribution contribution_of(int parameter, const Kept& kept) const;
   void accept(Lock& lock, int parameter);
+  void begin_pack(int bucket);
+  void end_pack(BucketState& state, OperationState how);
   // Its local sum, or nothing, is all there is.
   void accept_sum(Lock& lock, int parameter, bool hole);
   // UsageError while the stream is captured into a CUDA graph. Asked once a bucket: what is
@@ -201,6 +206,7 @@ class Collector {
   const bool has_shard_hop_;
   const bool holes_;
   PackStreams packs_;
+  const Operations operations_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;

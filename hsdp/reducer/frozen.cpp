@@ -99,10 +99,10 @@ Frozen::Frozen(const FrozenSetting& setting)
     pipeline_.emplace(BucketPipeline::Setting{
         *layout_, *memory_, setting.outcome, setting.agreement, groups, options.replica_hop,
         reduction_of(options), options.missing, issuer, hop_ ? &*hop_ : nullptr, &*check_});
-    collector_.emplace(
-        Collector::Setting{setting.parameters, *layout_, *memory_, *pipeline_, setting.outcome,
-                           world, groups.device, pack_order(groups.device, groups.shard.size()),
-                           groups.shard.size() > 1, options.missing == Missing::kZero, issuer});
+    collector_.emplace(Collector::Setting{
+        setting.parameters, *layout_, *memory_, *pipeline_, setting.outcome, world, groups.device,
+        pack_order(groups.device, groups.shard.size()), groups.shard.size() > 1,
+        options.missing == Missing::kZero, issuer, groups.operations});
     pipeline_->set_collector(*collector_);
   });
   outcome_.set_on_change([this] { collector_->notify(); });

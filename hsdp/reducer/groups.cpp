@@ -1,10 +1,11 @@
 #include "hsdp/reducer/groups.h"
 
+#include "hsdp/comm/engine.h"
 #include "hsdp/reducer/together.h"
 
 namespace hsdp::reducer {
 
-Groups make_groups(const Mesh& mesh) {
+Groups make_groups(const Mesh& mesh, const std::string& name) {
   Groups groups;
   groups.device = mesh.device();
   groups.world = mesh.world();
@@ -12,6 +13,12 @@ Groups make_groups(const Mesh& mesh) {
            [&] { groups.shard = mesh.shard_group().split(0, mesh.shard_rank()); });
   together(groups.world, "make its replicate group",
            [&] { groups.replicate = mesh.replicate_group().split(0, mesh.replica()); });
+  groups.operations = Operations(groups.world.engine()->control().operations(),
+                                 {.name = name,
+                                  .replicate = mesh.replicate_size(),
+                                  .shard = mesh.shard_size(),
+                                  .ranks = groups.world.world_ranks()});
+  groups.watch = watch_flight(mesh);
   return groups;
 }
 

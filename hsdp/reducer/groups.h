@@ -7,7 +7,9 @@
 
 #include "hsdp/comm/communicator.h"
 #include "hsdp/comm/issue_order.h"
+#include "hsdp/comm/operation_record.h"
 #include "hsdp/mesh.h"
+#include "hsdp/reducer/flight_watch.h"
 #include "hsdp/tensor_view.h"
 
 namespace hsdp::reducer {
@@ -30,6 +32,8 @@ struct Groups {
   // sharded over the mesh, else 1. BucketLayout then has a row for each part, those of a shard rank
   // beside each other [Note: results over the mesh].
   int parts = 1;
+  Operations operations{};                     // under the name of who made the groups
+  std::shared_ptr<const FlightWatch> watch{};  // writes them down when the world ends
 
   [[nodiscard]] int slice_count() const { return shard.size() * parts; }
   [[nodiscard]] SliceOwner owner() const {
@@ -40,8 +44,9 @@ struct Groups {
   [[nodiscard]] bool on_host() const { return device.type == DeviceType::kHost; }
 };
 
-// Collective over the mesh: all ranks have their groups in the end or none.
-[[nodiscard]] Groups make_groups(const Mesh& mesh);
+// Collective over the mesh: all ranks have their groups in the end or none. `name`: for whom, in
+// the record of operations.
+[[nodiscard]] Groups make_groups(const Mesh& mesh, const std::string& name);
 
 // What was called on a group so far, as it is compared between its ranks; nothing where the engine
 // compares each call.

@@ -70,6 +70,7 @@ class Lane {
 
   // Blocks until the tasks so far have run.
   void synchronize() { thread_.synchronize(); }
+  [[nodiscard]] Event ran() { return thread_.record(); }  // is complete then
 
  private:
   [[nodiscard]] std::function<void()> with_errors_told(std::function<void()> task);

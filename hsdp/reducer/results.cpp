@@ -16,7 +16,6 @@
 #include "hsdp/kernels/digest.h"
 #include "hsdp/kernels/norm.h"
 #include "hsdp/kernels/scale_and_cast.h"
-#include "hsdp/reducer/slice_gather.h"
 #include "hsdp/reducer/together.h"
 
 namespace hsdp::reducer {
@@ -41,7 +40,8 @@ std::vector<FullArray> sorted_arrays(const ParameterTable& parameters,
 
 // The sum of squares of the whole mean gradient: each parameter's slice has a word of its own, and
 // the words are summed in their order, then those of the ranks.
-void sum_squares(Frozen& frozen, Groups& groups, double* sum, Stream& stream) {
+void sum_squares(Frozen& frozen, Groups& groups, std::int64_t step, double* sum, Stream& stream) {
+  Operation operation(groups.operations, {.kind = OperationKind::kNorm, .step = step});
   const int count = frozen.layout().parameter_count();
   const Scratch of_slices(static_cast<std::size_t>(count) * sizeof(double), stream);
   auto* const slots = reinterpret_cast<double*>(of_slices.data());
@@ -59,6 +59,7 @@ void sum_squares(Frozen& frozen, Groups& groups, double* sum, Stream& stream) {
   const TensorView of_rank{sum, 1, Dtype::kF64, stream.device()};
   if (groups.shard.size() > 1) groups.shard.all_reduce(of_rank, stream);
   if (groups.parts > 1) groups.replicate.all_reduce(of_rank, stream);
+  if (!groups.on_host()) operation.end(OperationState::kIssued);
 }
 
 void scale_result(Frozen& frozen, const double* factor, Stream& stream) {
@@ -91,7 +92,11 @@ Event Results::run(Scope scope, std::int64_t step, Task task) {
 
 void Results::run_now(Scope scope, Task task) {
   const Event done = run(scope, kNoStep, std::move(task));
-  if (groups_.on_host()) done.wait();
+  if (groups_.on_host()) await(done);
+}
+
+void Results::await(const Event& done) const {
+  groups_.operations.await(done, [&] { done.wait(); });
 }
 
 std::int64_t Results::last_step() const { return steps_.ledger().counts().begun_steps - 1; }
@@ -308,8 +313,14 @@ void Results::gather_gradients(std::span<const NamedArray> arrays) {
       args.count = own.count;
       kernels::scale_and_cast(args, stream);
     }
-    all_gather_count_ += gather_slices(groups_, layout, full, memory_, stream);
+    gather(full, stream);
   });
+}
+
+void Results::gather(const std::vector<FullArray>& arrays, Stream& stream) {
+  Operation operation(groups_.operations, {.kind = OperationKind::kGather, .step = last_step()});
+  all_gather_count_ += gather_slices(groups_, layout(), arrays, memory_, stream);
+  if (!groups_.on_host()) operation.end(OperationState::kIssued);
 }
 
 void Results::gather_parameters(std::span<const NamedArray> arrays) {
@@ -323,18 +334,15 @@ void Results::gather_parameters(std::span<const NamedArray> arrays) {
                       .got = "none",
                       .remedy = "run the microbatches of a step first"});
   }
-  run_now(Scope::kAllRanks, [&](Stream& stream) {
-    const BucketLayout& layout = steps_.frozen()->layout();
-    all_gather_count_ += gather_slices(groups_, layout, full, memory_, stream);
-  });
+  run_now(Scope::kAllRanks, [&](Stream& stream) { gather(full, stream); });
 }
 
 Event Results::add_squares(std::shared_ptr<double> sum, std::vector<Event> after) {
   return run(Scope::kAllRanks, last_step(),
-             [frozen = steps_.frozen(), &groups = groups_, sum = std::move(sum),
+             [frozen = steps_.frozen(), &groups = groups_, step = last_step(), sum = std::move(sum),
               after = std::move(after)](Stream& stream) {
                stream.wait_in_task(after);
-               sum_squares(*frozen, groups, sum.get(), stream);
+               sum_squares(*frozen, groups, step, sum.get(), stream);
              });
 }
 
@@ -342,11 +350,12 @@ Event Results::grad_norm(TensorView out) {
   require_output(out, Dtype::kF64, 1, "grad_norm");
   expect_result("grad_norm");
   auto* const norm = static_cast<double*>(out.data);
-  return run(Scope::kAllRanks, last_step(),
-             [frozen = steps_.frozen(), &groups = groups_, norm](Stream& stream) {
-               sum_squares(*frozen, groups, norm, stream);
-               kernels::clip_factor({.squares = norm, .count = 1, .norm = norm}, stream);
-             });
+  return run(
+      Scope::kAllRanks, last_step(),
+      [frozen = steps_.frozen(), &groups = groups_, step = last_step(), norm](Stream& stream) {
+        sum_squares(*frozen, groups, step, norm, stream);
+        kernels::clip_factor({.squares = norm, .count = 1, .norm = norm}, stream);
+      });
 }
 
 double Results::grad_norm() {
@@ -354,7 +363,7 @@ double Results::grad_norm() {
   double norm = 0.0;
   read({&norm, 1, Dtype::kF64, {}}, [this](const TensorView& out) {
     const Event done = grad_norm(out);
-    if (groups_.on_host()) done.wait();
+    if (groups_.on_host()) await(done);
   });
   return norm;
 }
@@ -421,7 +430,7 @@ double Results::clip_grad_norm(std::span<Results* const> all, double max_norm) {
   double norm = 0.0;
   first.read({&norm, 1, Dtype::kF64, {}}, [&](const TensorView& out) {
     const Event done = clip_grad_norm(all, max_norm, out);
-    if (first.groups_.on_host()) done.wait();
+    if (first.groups_.on_host()) first.await(done);
   });
   return norm;
 }

@@ -21,6 +21,7 @@
 #include "hsdp/reducer.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/parameter_table.h"
+#include "hsdp/reducer/slice_gather.h"
 #include "hsdp/reducer/steps.h"
 #include "hsdp/snapshot.h"
 #include "hsdp/snapshot/digest_log.h"
@@ -70,6 +71,8 @@ class Results {
   // does next.
   Event run(Scope scope, std::int64_t step, Task task);
   void run_now(Scope scope, Task task);  // the same; on the host it has run when this returns
+  void await(const Event& done) const;   // on the caller's thread
+  void gather(const std::vector<FullArray>& arrays, Stream& stream);  // in a task
   Event add_squares(std::shared_ptr<double> sum, std::vector<Event> after);
   template <typename Compute>
   void read(const TensorView& out, const Compute& compute);

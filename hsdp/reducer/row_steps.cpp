@@ -203,9 +203,16 @@ RowSteps::Posted RowSteps::post(StatusWord word) {
   return {agreement_.post(word), step_};
 }
 
+Words RowSteps::collect(const Posted& posted) {
+  const Operation operation(
+      ranks_.operations,
+      {.kind = OperationKind::kWord, .step = posted.step, .turn = posted.number});
+  return agreement_.collect(posted.number);
+}
+
 // Throws where the ranks do not agree, or one has dropped the step: nobody has it any more then.
 void RowSteps::judge(const Posted& posted) {
-  const Words words = agreement_.collect(posted.number);
+  const Words words = collect(posted);
   const bool last_is_cut = is_behind(words, posted.step);
   if (!last_is_cut) settle(posted.step - 1);
   StepAgreement::Judgement judgement = agreement_.judge(words);

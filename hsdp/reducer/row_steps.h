@@ -95,6 +95,7 @@ class RowSteps {
   void close_backward(std::string_view call);
   [[nodiscard]] StatusWord word_of(const char* call) const;
   [[nodiscard]] Posted post(StatusWord word);
+  [[nodiscard]] Words collect(const Posted& posted);
   void judge(const Posted& posted);
   void judge_own_drop();
   // A rank has not ended the step before that one, and will not any more.

@@ -14,11 +14,6 @@ namespace hsdp::reducer {
 
 namespace {
 
-// In messages that other users of the mesh hear, or that say what was on the wire.
-std::string title(const ReducerOptions& options) {
-  return options.name.empty() ? "reducer" : "reducer '" + options.name + "'";
-}
-
 WordNames word_names(const ReducerOptions& options) {
   WordNames names;
   names.component = title(options);
@@ -26,6 +21,10 @@ WordNames word_names(const ReducerOptions& options) {
 }
 
 }  // namespace
+
+std::string title(const ReducerOptions& options) {
+  return options.name.empty() ? "reducer" : "reducer '" + options.name + "'";
+}
 
 Steps::Steps(const ReducerOptions& options, const ParameterTable& parameters, Groups& groups,
              MemoryCount memory)
@@ -588,6 +587,11 @@ void Steps::count_backwards(std::int64_t backwards) {
 std::optional<Words> Steps::raise_counts(std::int64_t word) {
   if (!plan_->packs_late) return std::nullopt;
   std::optional<Words> words;
+  const Operation waiting(groups_.operations, {.kind = OperationKind::kWait});
+  const Operation saying(groups_.operations, {.kind = OperationKind::kWord,
+                                              .step = plan_->step,
+                                              .microbatch = plan_->microbatch,
+                                              .turn = word});
   try {
     words = agreement_.collect(word);
   } catch (...) {

@@ -24,6 +24,9 @@
 
 namespace hsdp::reducer {
 
+// In messages that other users of the mesh hear, or that say what was on the wire.
+[[nodiscard]] std::string title(const ReducerOptions& options);
+
 class Steps {
  public:
   // All of these outlive it.

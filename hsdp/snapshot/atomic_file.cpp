@@ -41,8 +41,9 @@ void sync_folder(const std::filesystem::path& folder) {
                       std::generic_category().message(errno));
 }
 
-AtomicFile::AtomicFile(const std::filesystem::path& path)
+AtomicFile::AtomicFile(const std::filesystem::path& path, const char* component)
     : path_(path),
+      component_(component),
       temporary_(folder_of(path) / temporary_name(path)),
       fd_(::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666)) {
   if (!fd_) fail("cannot create", errno);
@@ -58,7 +59,7 @@ AtomicFile::~AtomicFile() {
 }
 
 void AtomicFile::fail(const char* what, int error) const {
-  throw SnapshotError("snapshot: " + std::string(what) + " " + path_.string() + ": " +
+  throw SnapshotError(component_ + (": " + std::string(what)) + " " + path_.string() + ": " +
                       std::generic_category().message(error));
 }
 

@@ -18,7 +18,8 @@ namespace hsdp {
 class AtomicFile {
  public:
   // Creates the temporary file now, so that a missing or forbidden folder shows at once.
-  explicit AtomicFile(const std::filesystem::path& path);
+  // `component`: what the file is, first in messages.
+  explicit AtomicFile(const std::filesystem::path& path, const char* component = "snapshot");
   AtomicFile(AtomicFile&& other) noexcept = default;
   AtomicFile& operator=(AtomicFile&&) = delete;
   AtomicFile(const AtomicFile&) = delete;
@@ -36,6 +37,7 @@ class AtomicFile {
   [[noreturn]] void fail(const char* what, int error) const;
 
   std::filesystem::path path_;
+  const char* component_;
   std::filesystem::path temporary_;
   comm::UniqueFd fd_;  // open until commit()
 };

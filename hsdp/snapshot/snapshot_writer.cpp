@@ -1,3 +1,4 @@
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <condition_variable>
@@ -83,7 +84,9 @@ struct Job {
 
 class SnapshotWriter::Queue {
  public:
-  explicit Queue(MemoryCount count) : count_(std::move(count)), thread_([this] { run(); }) {}
+  explicit Queue(MemoryCount count) : count_(std::move(count)), thread_([this] { run(); }) {
+    ::pthread_setname_np(thread_.native_handle(), "hsdp-snapshot");
+  }
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
   ~Queue() {

@@ -17,6 +17,7 @@ constexpr const char* kUsage =
     R"(usage: hsdp_check A B [options]   are two snapshots the same gradients?
        hsdp_check A [options]     is a snapshot whole and sound?
        hsdp_check --digest A B    are two runs' results the same, step by step?
+       hsdp_check --flight DIR    which rank did a job wait for?
 
 A and B are snapshot directories or single files. Mesh shapes, layouts and
 dtypes of A and B may differ. By default a parameter is the same when relative
@@ -25,7 +26,7 @@ L2 and max|a-b| / max|b| are at most 2^-20 (f32 wire), 2^-9 (f16), 2^-6 (bf16).
 With --digest, A and B are folders that save_digest has written, in runs of one
 mesh and one model.
 
-exit status: 0 same or sound, 1 different or unsound, 2 cannot tell
+exit status: 0 same, sound or none, 1 different, unsound or some, 2 cannot tell
 
 )";
 
@@ -42,7 +43,9 @@ po::options_description visible_options() {
       ("html", po::value<std::string>()->value_name("FILE"),
        "write a report to look at, one file")                                  //
       ("all", po::bool_switch(), "print every parameter, not the worst only")  //
-      ("help,h", po::bool_switch(), "print this text")                         //
+      ("flight", po::value<std::string>()->value_name("DIR"),
+       "read the flight records of a job (HSDP_FLIGHT_DIR)")  //
+      ("help,h", po::bool_switch(), "print this text")        //
       ("version", po::bool_switch(), "print the version");
   return options;
 }
@@ -94,6 +97,15 @@ CheckOptions parse_check_options(int argc, const char* const* argv) {
   }
   if (values["version"].as<bool>()) {
     options.message = "hsdp_check " HSDP_VERSION "\n";
+    return options;
+  }
+  if (values.count("flight") != 0) {
+    if (argc != 3 && argc != 2) {
+      throw UsageError({.where = "--flight",
+                        .expected = "a folder and nothing else",
+                        .got = std::to_string(argc - 1) + " arguments"});
+    }
+    options.flight = values["flight"].as<std::string>();
     return options;
   }
   std::vector<std::string> paths;

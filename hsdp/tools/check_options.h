@@ -17,6 +17,7 @@ struct CheckOptions {
   bool json = false;
   std::optional<std::filesystem::path> html;
   bool all_rows = false;
+  std::optional<std::filesystem::path> flight;  // read flight records, and nothing else
   std::string message;  // if not empty, print it and exit 0 (--help, --version)
 };
 

@@ -1,4 +1,5 @@
-// hsdp_check: compares two snapshots, or validates one. docs/hsdp_check.md describes it.
+// hsdp_check: compares two snapshots, validates one, or reads flight records. docs/hsdp_check.md
+// describes it.
 #include <algorithm>
 #include <cstdio>
 #include <exception>
@@ -14,6 +15,7 @@
 #include "hsdp/snapshot/snapshot_file.h"
 #include "hsdp/tools/check_digests.h"
 #include "hsdp/tools/check_facts.h"
+#include "hsdp/tools/check_flight.h"
 #include "hsdp/tools/check_html.h"
 #include "hsdp/tools/check_json.h"
 #include "hsdp/tools/check_options.h"
@@ -122,6 +124,11 @@ ExitStatus check(int argc, const char* const* argv) {
     if (!options.message.empty()) {
       print(options.message);
       return ExitStatus::kSame;
+    }
+    if (options.flight) {
+      const FlightFindings findings = read_flight(*options.flight);
+      print(findings.text);
+      return findings.is_complete ? ExitStatus::kSame : ExitStatus::kDifferent;
     }
     if (options.digests) return compare_runs(options);
     check_report_path(options);

@@ -1,7 +1,9 @@
-// In place of what the checks of a bare machine have no libraries for: snapshots and rendezvous.
+// In place of what the checks of a bare machine have no libraries for: snapshots, flight records
+// and rendezvous.
 #include "hsdp/comm/rendezvous/host_identity.h"
 #include "hsdp/comm/world.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer/flight_watch.h"
 #include "hsdp/snapshot.h"
 
 namespace hsdp {
@@ -17,6 +19,12 @@ void SnapshotWriter::submit(const std::filesystem::path& path, const SnapshotInf
 void SnapshotWriter::flush() {}
 std::string new_snapshot_id() { return "none"; }
 bool is_snapshot_text(const std::string& /*text*/) { return true; }
+
+void write_flight_record(const FlightOrigin& /*origin*/, const std::filesystem::path& folder,
+                         std::string_view /*reason*/) {
+  throw Error("flight record: cannot write into " + folder.string() + ": built without files");
+}
+void make_flight_folder(const std::filesystem::path& /*folder*/) {}
 
 std::string comm::host_identity() { return "this host"; }
 

@@ -36,6 +36,13 @@ def test_foreach_writes_into_the_first_tensors() -> None:
     assert [one.unique().tolist() for one in tensors] == [[1.0], [0.0]]
 
 
+def test_whether_the_profiler_records() -> None:
+    assert private_torch.profiler_is_on() is False
+    with torch.profiler.profile():
+        assert private_torch.profiler_is_on() is True
+    assert private_torch.profiler_is_on() is False
+
+
 class Seen(torch.Tensor):
     """A tensor without memory, which notes the operators that it is given to."""
 

@@ -371,3 +371,24 @@ def test_found_inf_is_a_tensor(mesh: hsdp.Mesh) -> None:
     with pytest.raises(hsdp.UsageError, match="1 f32 on cpu, got 1 f64"):
         reducer.found_inf_tensor(torch.zeros(1, dtype=torch.float64))
     reducer.close()
+
+
+def test_torch_profiler_shows_the_calls(mesh: hsdp.Mesh) -> None:
+    model = nn.Linear(3, 2)
+    reducer = attached_to(model, mesh)
+    optimizer = hsdp.zero.ShardedOptimizer(torch.optim.SGD, model, reducer, lr=0.1)
+
+    def step() -> None:
+        with reducer.microbatch(last=True):
+            model(torch.ones(1, 3)).sum().backward()
+        reducer.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    with torch.profiler.profile() as profile:
+        step()
+    names = [event.name for event in profile.events() if event.name.startswith("hsdp:")]
+    calls = ["begin_microbatch", "end_microbatch", "clip_grad_norm", "update", "gather_wait"]
+    assert names == [f"hsdp:{call}" for call in calls]
+    assert 0 < reducer.stats().update_s < 60
+    step()  # as before, without one
+    reducer.close()

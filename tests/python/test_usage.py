@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -401,6 +402,43 @@ def test_a_reducer_says_where_its_step_stands(mesh: hsdp.Mesh) -> None:
     hop = hsdp.quant.LocoHop()
     with hsdp.Reducer(mesh, replica_hop=hop) as reducer:
         assert f"0 parameters, 0 elements, wire as gradients, replicas {hop!r}, " in repr(reducer)
+
+
+def test_a_mesh_writes_what_its_reducers_did(mesh: hsdp.Mesh, tmp_path: Path) -> None:
+    with hsdp.Reducer(mesh, name="critic") as reducer:
+        reducer.register("w", 2)
+        add_gradient(reducer, "w", np.ones(2, F32))
+        reducer.shard("w")
+        mesh.flight_record(tmp_path / "flight")
+    record = json.loads((tmp_path / "flight" / "rank_0.json").read_text())
+    assert (record["reason"], record["error"], record["size"]) == ("call", "", 1)
+    own = record["sources"][-1]  # others may be of the same world
+    assert (own["name"], own["ranks"]) == ("reducer 'critic'", [0])
+    done = [one for one in record["operations"] if one["source"] == own["source"]]
+    packed = [one for one in done if one["kind"] == "pack"]
+    assert [(one["step"], one["index"], one["state"]) for one in packed] == [(0, 0, "done")]
+    (tmp_path / "file").touch()
+    refused(lambda: mesh.flight_record(tmp_path / "file"), "flight record", "a folder")
+    (tmp_path / "flight" / "rank_0.json").unlink()
+    (tmp_path / "flight" / "rank_0.json").mkdir()
+    with pytest.raises(hsdp.Error, match="flight record: cannot rename "):
+        mesh.flight_record(tmp_path / "flight")
+
+
+def test_stats_have_the_times_of_steps(mesh: hsdp.Mesh) -> None:
+    with hsdp.Reducer(mesh) as reducer:
+        reducer.register("w", 1 << 20)
+        before = reducer.stats()
+        names = ("pack_s", "shard_hop_s", "replica_hop_s", "gather_s", "update_s", "waiting_s")
+        assert [getattr(before, name) for name in names] == [0] * 6
+        begin = time.perf_counter()
+        add_gradient(reducer, "w", np.ones(1 << 20, F32))
+        reducer.shard("w")
+        passed = time.perf_counter() - begin
+        after = reducer.stats()
+        assert 0 < after.pack_s < passed
+        assert after.shard_hop_s == after.replica_hop_s == 0  # a rank alone has no hops
+        assert re.search(rf"^pack_s +{after.pack_s:.3f}$", str(after), re.MULTILINE)
 
 
 def test_what_else_says_what_it_is() -> None:

@@ -2,7 +2,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <functional>
+#include <thread>
 
 #include "hsdp/error.h"
 #include "hsdp/reducer_internal.h"
@@ -296,6 +298,29 @@ TEST(Close, ByDestructionWithAStepPendingDoesNotHang) {
       Reducer moved = std::move(reducer);
       if (last) static_cast<void>(moved.shard("w"));
     }
+  });
+}
+
+TEST(ReducerTimes, AreLongWhereARankWaitsForAnother) {
+  const MeshShape pair{.replicate = 1, .shard = 2};
+  const StepCase step = random_step(odd_parameters(Dtype::kF32), 2, {Sync::kAll}, 4);
+  run_reducers(pair, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
+    reducer.prepare();
+    EXPECT_EQ(reducer.stats().shard_hop_s, 0);
+    EXPECT_EQ(reducer.stats().pack_s, 0);
+    if (mesh.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    static_cast<void>(run_step(reducer, step, mesh.rank()));
+    EXPECT_EQ(reducer.stats().gather_s, 0);
+    static_cast<void>(gathered(reducer, step));
+    const ReducerStats stats = reducer.stats();
+    EXPECT_GT(stats.pack_s, 0);
+    EXPECT_GT(stats.gather_s, 0);
+    EXPECT_EQ(stats.replica_hop_s, 0);
+    EXPECT_EQ(stats.update_s, 0);
+    if (mesh.rank() == 1) return;
+    EXPECT_GE(stats.shard_hop_s, 0.1);
+    EXPECT_GE(stats.waiting_s, 0.1);
+    EXPECT_LT(stats.pack_s, stats.waiting_s);
   });
 }
 

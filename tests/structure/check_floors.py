@@ -51,6 +51,8 @@ LIBRARIES = [
             re.compile(r"(hsdp|tests)/comm/(\w+/)?\w+$"), True),
     Library("HDF5", re.compile(r"(hdf5|H5\w+|hdf5_hl)\.h$|H5Cpp\.h$"),
             re.compile(r"(hsdp/snapshot/hdf5_\w+|tests/(snapshot|fuzz|bench)/\w+)$"), True),
+    Library("NVTX", re.compile(r"nvtx3/|nvToolsExt"),
+            re.compile(r"(hsdp|tests)/device/nvtx\w*$"), False),
     Library("CUDA", re.compile(r"cuda(_runtime(_api)?|_fp16|_bf16)?\.h$"),
             re.compile(r"(hsdp/(device|kernels)|quant)/cuda_\w+$|hsdp/comm/nccl/nccl_\w+$|"
                        r"tests/(stand_in|gpu/nccl_shim)/\w+$|.*/\w+\.cu$"),

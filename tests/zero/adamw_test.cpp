@@ -198,7 +198,9 @@ TEST(AdamW, ClipsByAFactorWithTheBitsOfScaledGradients) {
           }
         }
         const double want = clip_grad_norm(scaled.reducers, max_norm);
+        const double before_s = scaled.reducers.front()->stats().update_s;
         scaled.update();
+        EXPECT_GT(scaled.reducers.front()->stats().update_s, before_s);
         double norm = -1.0;
         float factor = -1.0F;
         clip_factor(by_factor.reducers, max_norm, {&norm, 1, Dtype::kF64, {}},

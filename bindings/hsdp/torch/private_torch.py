@@ -108,6 +108,14 @@ def foreach_copy_() -> Callable[[list[torch.Tensor], list[torch.Tensor]], object
     return torch._foreach_copy_
 
 
+@_part(_ATTACH)
+def profiler_is_on() -> Callable[[], bool]:
+    """`f()`: whether torch.profiler records; False if this torch does not say"""
+    from torch.autograd import profiler
+
+    return lambda: getattr(profiler, "_is_profiler_enabled", False)
+
+
 @_part(_CHECKPOINTS)
 def to_copy() -> Any:
     """the operator behind Tensor.to(), as __torch_dispatch__ sees it"""

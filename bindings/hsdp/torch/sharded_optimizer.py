@@ -19,6 +19,7 @@ from hsdp.keyword_hints import OPTIMIZER, hinting
 from hsdp.named_errors import naming_itself, who_of
 from hsdp.options import MasterDtype, Offload, ShardOver, Stage
 from hsdp.parameter import unused_names, warn_of_no_gradients
+from hsdp.profiler_range import profiler_range
 from hsdp.reducer import Reducer, clip_grad_norm_
 from hsdp.reducer_text import counted
 from hsdp.torch import private_torch
@@ -495,7 +496,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             if self._max_grad_norm is not None:
                 self._clip(self._max_grad_norm)
-            self._run_inner()
+            update = self._reducers[0]._handle.update()
+            with contextlib.closing(update), profiler_range("hsdp:update"):
+                self._run_inner()
         finally:
             for name in ("grad_scale", "found_inf"):
                 vars(self._inner).pop(name, None)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from hsdp import _hsdp
 from hsdp.errors import UsageError
 from hsdp.named_errors import naming_itself
+from hsdp.profiler_range import profiler_range
 from hsdp.reducer import Reducer
 
 
@@ -90,12 +91,14 @@ class ParameterGather:
 
     def wait(self, name: str) -> None:
         """Waits until that parameter is whole. Nothing where no gather was started."""
-        self._handle.wait(self._handle.find(name))
+        with profiler_range("hsdp:gather_wait"):
+            self._handle.wait(self._handle.find(name))
 
     def wait_all(self) -> None:
         """Waits until all parameters are whole."""
-        for parameter in self._first:
-            self._handle.wait(parameter)
+        with profiler_range("hsdp:gather_wait"):
+            for parameter in self._first:
+                self._handle.wait(parameter)
 
     def is_ready(self, name: str) -> bool:
         """Whether that parameter is whole; never waits."""

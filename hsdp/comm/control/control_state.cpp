@@ -117,6 +117,17 @@ std::optional<WorldEnd> ControlState::how_it_ended() const {
   return end_;
 }
 
+ControlReport ControlState::report() const {
+  ControlReport report;
+  for (const ActiveWait& wait : active_waits()) {
+    const double seconds = std::chrono::duration<double>(wait.age).count();
+    report.waits.push_back({wait.operation, wait.bucket, wait.peer, seconds});
+  }
+  const std::lock_guard lock(mutex_);
+  if (end_) report.error = described_ ? described_->message : describe(std::nullopt).message;
+  return report;
+}
+
 void ControlState::throw_failure_of(const std::optional<WaitState>& doing) const {
   Failure failure;
   {

@@ -78,6 +78,7 @@ class ControlState {
     if (failed()) throw_failure_of(doing);
   }
   [[nodiscard]] std::optional<WorldEnd> how_it_ended() const;
+  [[nodiscard]] ControlReport report() const;
   [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake);
   // Runs the callbacks not yet called. For the I/O thread, after end().
   void run_callbacks();

@@ -46,6 +46,7 @@ class RankControl : public Control {
   void throw_if_failed() const final;
   void throw_if_failed_in(std::string_view operation) const final;
   [[nodiscard]] std::shared_ptr<void> on_failure(std::function<void()> wake) final;
+  [[nodiscard]] ControlReport report() const final { return state_->report(); }
 
  protected:
   // False in a forked child.

@@ -1,5 +1,7 @@
 #include "hsdp/comm/mpi/mpi_progress.h"
 
+#include <pthread.h>
+
 #include <chrono>
 #include <exception>
 #include <utility>
@@ -36,6 +38,7 @@ MpiProgress::MpiProgress(std::shared_ptr<MpiLink> link)
     : worker_(std::make_unique<Worker>()), fork_generation_(comm::fork_generation()) {
   worker_->link = std::move(link);
   worker_->thread = std::thread([worker = worker_.get()] { worker->run(); });
+  ::pthread_setname_np(worker_->thread.native_handle(), "hsdp-mpi");
 }
 
 MpiProgress::~MpiProgress() {

@@ -1,5 +1,7 @@
 #include "hsdp/comm/nccl/nccl_watch.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
 #include <csignal>
@@ -56,6 +58,7 @@ NcclWatch::NcclWatch(std::shared_ptr<Control> control, std::shared_ptr<const Ncc
     changed_.notify_all();
   });
   thread_ = std::thread([this] { watch(); });
+  ::pthread_setname_np(thread_.native_handle(), "hsdp-nccl");
 }
 
 NcclWatch::~NcclWatch() {

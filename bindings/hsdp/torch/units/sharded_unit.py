@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from hsdp import _hsdp
+from hsdp.profiler_range import profiler_range
 from hsdp.reducer import Reducer
 from hsdp.torch import private_torch
 from hsdp.torch.flat_slice import FlatSlice
@@ -297,7 +298,8 @@ class ShardedUnit:
         if self.is_present:
             return
         self.request()
-        self.gathers.wait(self._number)
+        with profiler_range("hsdp:gather_wait"):
+            self.gathers.wait(self._number)
         self.is_requested = False
         self.is_present = True
         for array in self._arrays:

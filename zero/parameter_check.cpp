@@ -1,72 +1,64 @@
 #include "zero/parameter_check.h"
 
+#include <algorithm>
 #include <sstream>
+#include <utility>
 
-#include "hsdp/device/buffer.h"
-#include "hsdp/device/stream.h"
 #include "hsdp/kernels/digest.h"
 
 namespace hsdp::zero {
-namespace {
 
-// By array, and that of all of them in a row.
-std::vector<std::uint64_t> digests_of(const std::vector<NamedParameter>& parameters) {
-  std::vector<std::uint64_t> sums(parameters.size());
-  if (parameters.empty()) return sums;
-  const Device device = parameters.front().array.device;
-  const Buffer pinned(device, sums.size() * sizeof(std::uint64_t), Buffer::Place::kPinnedHost);
-  auto* const words = reinterpret_cast<std::uint64_t*>(pinned.data());
-  Stream stream = device.type == DeviceType::kHost ? Stream::inline_host()
-                                                   : Stream::create(device, "hsdp-check");
-  std::uint64_t place = 0;
-  for (std::size_t i = 0; i < sums.size(); ++i) {
-    words[i] = 0;
-    kernels::add_digest(parameters[i].array, place, &words[i], stream);
-    place += kernels::digest_places(parameters[i].array);
-  }
-  stream.synchronize();
-  sums.assign(words, words + sums.size());
-  return sums;
+ParameterCheck::ParameterCheck(std::int64_t every, Device device, std::vector<std::string> names)
+    : every_(every),
+      names_(std::move(names)),
+      sums_(device, names_.size() * sizeof(std::uint64_t), Buffer::Place::kPinnedHost) {}
+
+bool ParameterCheck::start(std::function<void()> wait) {
+  const std::scoped_lock lock(mutex_);
+  word_.clear();
+  wait_ = nullptr;
+  if (++start_count_ % every_ != 0) return false;
+  std::fill_n(sums(), names_.size(), 0);  // of parameters without elements
+  wait_ = std::move(wait);
+  return true;
 }
 
-}  // namespace
-
-void ParameterCheck::started(std::function<std::vector<NamedParameter>()> gathered) {
-  const std::scoped_lock lock(mutex_);
-  gathered_ = ++start_count_ % every_ == 0 ? std::move(gathered) : nullptr;
-  word_.clear();
+void ParameterCheck::add(std::size_t parameter, ConstTensorView array, const Stream& stream) {
+  kernels::add_digest(array, 0, sums() + parameter, stream);
 }
 
 void ParameterCheck::forget() {
   const std::scoped_lock lock(mutex_);
-  gathered_ = nullptr;
+  wait_ = nullptr;
 }
 
 std::string ParameterCheck::remedy() const {
-  return "look for a fault of memory, GPU or link, or for a rank that wrote to its parameters "
-         "alone, and go on from a checkpoint of before that step";
+  return "look for a fault of memory, GPU or link, and go on from a checkpoint of before that step";
 }
 
 std::string ParameterCheck::word() const {
   const std::scoped_lock lock(mutex_);
-  if (!gathered_) return word_;
-  const std::vector<NamedParameter> parameters = std::exchange(gathered_, nullptr)();
+  if (!wait_) return word_;
+  wait_();
   std::uint64_t whole = 0;
-  std::ostringstream details;
-  details << std::hex;
-  const std::vector<std::uint64_t> sums = digests_of(parameters);
-  for (std::size_t i = 0; i < sums.size(); ++i) {
-    whole += sums[i];
-    details << parameters[i].name << " of digest " << sums[i] << '\n';
+  for (std::size_t i = 0; i < names_.size(); ++i) {
+    constexpr std::uint64_t kOdd = 0x9e3779b97f4a7c15U;  // so that each one's bits count
+    whole = whole * kOdd + sums()[i];
   }
-  details_ = details.str();
   word_ = "#" + std::to_string(whole);
+  wait_ = nullptr;
   return word_;
 }
 
 std::string ParameterCheck::details(const std::string& word) const {
   const std::scoped_lock lock(mutex_);
-  return word == word_ ? details_ : std::string();
+  if (word != word_) return {};
+  std::ostringstream details;
+  details << std::hex;
+  for (std::size_t i = 0; i < names_.size(); ++i) {
+    details << names_[i] << " of digest " << sums()[i] << '\n';
+  }
+  return details.str();
 }
 
 }  // namespace hsdp::zero

@@ -1,35 +1,32 @@
 // Whether all ranks of the mesh hold the same parameters after each `every`th gather of all of
 // them, as Reducer's verify_every asks [Note: parameters that are compared].
 //
-// A party of the Reducer's steps: the digest of the parameters is its word in the first microbatch
-// after the gather, which ends the world on every rank where one has another. Thread-safe.
+// A party of the Reducer's steps: the digest of what was gathered is its word until the next
+// gather, and ends the world on every rank where one has another. Thread-safe.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 #include <mutex>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "hsdp/device/buffer.h"
+#include "hsdp/device/stream.h"
 #include "hsdp/step_party.h"
 #include "hsdp/tensor_view.h"
 
 namespace hsdp::zero {
 
-struct NamedParameter {
-  std::string name{};
-  ConstTensorView array{};
-};
-
 class ParameterCheck final : public StepParty {
  public:
-  explicit ParameterCheck(std::int64_t every) : every_(every) {}
+  ParameterCheck(std::int64_t every, Device device, std::vector<std::string> names);
 
-  // A gather of all of them was started. What `gathered` returns stays valid and unchanged until
-  // the word was said, or forget(); it may block until they are complete.
-  void started(std::function<std::vector<NamedParameter>()> gathered);
-  // Nothing is compared before the next gather.
+  // A gather of all parameters begins. Whether it is compared: then its tasks add() each of them,
+  // and `wait` returns when they have, on a GPU the device, too.
+  bool start(std::function<void()> wait);
+  void add(std::size_t parameter, ConstTensorView array, const Stream& stream);
+  // `wait` is not called any more.
   void forget();
 
   [[nodiscard]] std::string owner() const override { return "parameters after their gather"; }
@@ -39,12 +36,17 @@ class ParameterCheck final : public StepParty {
   [[nodiscard]] bool has_state() const override { return false; }
 
  private:
+  [[nodiscard]] std::uint64_t* sums() const {
+    return reinterpret_cast<std::uint64_t*>(sums_.data());
+  }
+
   const std::int64_t every_;
+  const std::vector<std::string> names_;
+  Buffer sums_;  // pinned, a digest of each parameter
   mutable std::mutex mutex_;
   std::int64_t start_count_ = 0;
-  mutable std::function<std::vector<NamedParameter>()> gathered_;  // none: nothing to compare
-  mutable std::string word_;                                       // of the last gather compared
-  mutable std::string details_;
+  mutable std::function<void()> wait_;  // none: nothing is to come
+  mutable std::string word_;            // of the last gather, if it was compared
 };
 
 }  // namespace hsdp::zero

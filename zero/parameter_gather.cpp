@@ -44,9 +44,15 @@ struct ParameterGather::Parts {
 
   // Checks everything, and divides it into units. What all ranks must agree on, in lines.
   std::vector<std::string> divide(Reducer& reducer, std::int64_t unit_bytes);
-  // Whole ones, once they are gathered.
-  [[nodiscard]] std::vector<NamedParameter> gathered_parameters() const;
-  void gather(std::size_t unit, CallLabel label, Stream& stream);
+  void make_check(const Reducer& reducer);
+  // Once all of them are gathered.
+  void wait_gathered() const;
+  struct How {
+    CallLabel label{};
+    bool is_compared = false;
+  };
+  Event start(int unit, const Event& updated, const How& how);
+  void gather(std::size_t unit, const How& how, Stream& stream);
   // UsageError for numbers that there are not.
   [[nodiscard]] std::size_t unit_number(int unit) const {
     return check_index(kWhere, "a unit below", unit, std::ssize(units));
@@ -123,29 +129,37 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
                            completes == Completes::kParameters
                                ? reducer::unit_message_bytes(owner, layout, units)
                                : reducer::parts_message_bytes(owner, layout, units));
+  make_check(reducer);
   gathered.resize(units.size());
   times.resize(units.size());
-  if (ReducerInternal(reducer).verify_every() > 0 && completes == Completes::kParameters) {
-    check = std::make_shared<ParameterCheck>(ReducerInternal(reducer).verify_every());
-    reducer.add_party(check);
-  }
   return lines;
 }
 
-std::vector<NamedParameter> ParameterGather::Parts::gathered_parameters() const {
+void ParameterGather::Parts::make_check(const Reducer& reducer) {
+  const std::int64_t every = ReducerInternal(reducer).verify_every();
+  if (every == 0 || completes != Completes::kParameters) return;
+  if (reducer.state().step_begun) {
+    throw UsageError({.where = kWhere,
+                      .expected = "its construction between steps, as verify_every compares it",
+                      .got = "one while a step is begun",
+                      .remedy = "make it before the step's first microbatch"});
+  }
+  std::vector<std::string> names;
+  names.reserve(parameters.size());
+  for (const GatheredParameter& one : parameters) names.push_back(one.name);
+  check = std::make_shared<ParameterCheck>(every, reducer.device(), std::move(names));
+}
+
+void ParameterGather::Parts::wait_gathered() const {
   std::vector<Event> events;
   {
     const std::scoped_lock lock(mutex);
     events = gathered;
   }
   for (const Event& event : events) lane->wait(event);
-  std::vector<NamedParameter> all;
-  all.reserve(parameters.size());
-  for (const GatheredParameter& one : parameters) all.push_back({one.name, one.array});
-  return all;
 }
 
-void ParameterGather::Parts::gather(std::size_t unit, CallLabel label, Stream& stream) {
+void ParameterGather::Parts::gather(std::size_t unit, const How& how, Stream& stream) {
   reducer::Groups& groups = lane->groups();
   const reducer::SliceOwner owner = groups.owner();
   const double begin_s = now_s();
@@ -164,9 +178,13 @@ void ParameterGather::Parts::gather(std::size_t unit, CallLabel label, Stream& s
   }
   const std::int64_t gathers =
       completes == Completes::kParameters
-          ? reducer::gather_unit(groups, layout, units[unit], memory, stream, label)
-      : groups.parts == 1 ? 0
-                          : reducer::gather_arrays(groups.replicate, shards, memory, stream, label);
+          ? reducer::gather_unit(groups, layout, units[unit], memory, stream, how.label)
+      : groups.parts == 1
+          ? 0
+          : reducer::gather_arrays(groups.replicate, shards, memory, stream, how.label);
+  for (std::size_t i = 0; how.is_compared && i < units[unit].size(); ++i) {
+    check->add(static_cast<std::size_t>(members[unit][i]), units[unit][i].array, stream);
+  }
   const std::scoped_lock lock(mutex);
   times[unit] = {begin_s, now_s()};
   stats.gather_count += gathers;
@@ -178,6 +196,7 @@ ParameterGather::ParameterGather(Reducer& reducer, std::vector<GatheredParameter
     : parts_(std::make_unique<Parts>(reducer, std::move(parameters), completes)) {
   parts_->lane = ReducerInternal(reducer).make_lane(
       "hsdp-gather", [&] { return parts_->divide(reducer, unit_bytes); });
+  if (parts_->check) reducer.add_party(parts_->check);
 }
 
 ParameterGather::~ParameterGather() {
@@ -190,26 +209,26 @@ const std::vector<int>& ParameterGather::unit(int number) const {
   return parts_->members[parts_->unit_number(number)];
 }
 
-Event ParameterGather::start(int unit, const Event& updated) { return start(unit, updated, {}); }
-
-Event ParameterGather::start(int unit, const Event& updated, CallLabel label) {
-  const std::size_t u = parts_->unit_number(unit);
-  Event done = parts_->lane->run(
+Event ParameterGather::Parts::start(int unit, const Event& updated, const How& how) {
+  const std::size_t u = unit_number(unit);
+  Event done = lane->run(
       updated,
-      [parts = parts_.get(), u, label](Communicator& /*shard_group*/, Stream& stream) {
-        parts->gather(u, label, stream);
-      },
+      [this, u, how](Communicator& /*shard_group*/, Stream& stream) { gather(u, how, stream); },
       unit);
-  const std::scoped_lock lock(parts_->mutex);
-  parts_->gathered[u] = done;
+  const std::scoped_lock lock(mutex);
+  gathered[u] = done;
   return done;
 }
 
+Event ParameterGather::start(int unit, const Event& updated) {
+  return parts_->start(unit, updated, {});
+}
+
 void ParameterGather::start_all(const Event& updated) {
-  for (int u = 0; u < unit_count(); ++u) static_cast<void>(start(u, updated, {.planned = true}));
-  if (parts_->check) {
-    parts_->check->started([parts = parts_.get()] { return parts->gathered_parameters(); });
-  }
+  const Parts::How how{
+      {.planned = true},
+      parts_->check && parts_->check->start([parts = parts_.get()] { parts->wait_gathered(); })};
+  for (int u = 0; u < unit_count(); ++u) static_cast<void>(parts_->start(u, updated, how));
 }
 
 Event ParameterGather::ready(int parameter) const {

@@ -106,8 +106,6 @@ class ParameterGather {
 
  private:
   struct Parts;
-  Event start(int unit, const Event& updated, CallLabel label);
-
   std::unique_ptr<Parts> parts_;
 };
 

@@ -515,7 +515,7 @@ Buffer Results::gather_replica_parts(std::vector<SnapshotEntry>& entries) {
     size += scratch_size(slices.back().array.size_in_bytes());
   }
   Buffer copies;
-  together(groups_.replicate, "allocate whole slices for a snapshot",
+  together(groups_.world, "allocate whole slices for a snapshot",
            [&] { copies = Buffer(groups_.device, size); });
   std::byte* place = copies.data();
   for (CutArray& slice : slices) {

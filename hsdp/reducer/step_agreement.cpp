@@ -145,7 +145,7 @@ StepAgreement::Judgement StepAgreement::judge(const Words& words) {
 comm::Failure StepAgreement::explain(Mismatch mismatch, const Words& words,
                                      const WordNames& names) {
   constexpr std::chrono::seconds kPatience{5};
-  constexpr std::size_t kMaxBytes = std::size_t{16} << 10;
+  constexpr std::size_t kMaxBytes = std::size_t{1} << 20;
   if (!mismatch.party || !has_digest(words.all, *mismatch.party)) return mismatch.failure;
   const std::size_t place = *mismatch.party;
   const std::vector<Present> present = parties();

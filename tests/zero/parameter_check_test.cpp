@@ -20,9 +20,14 @@ namespace {
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 using testing::AllOf;
 using testing::HasSubstr;
+using testing::ThrowsMessage;
 using zero::ParameterGather;
 
-constexpr MeshShape kShape{2, 2};
+constexpr MeshShape kShape{3, 2};
+
+Values ones(const ParameterSpec& spec) {
+  return Values(static_cast<std::size_t>(element_count(spec.shape)), 1.0F);
+}
 
 struct Check {
   std::int64_t every = 1;
@@ -35,27 +40,20 @@ StepCase some_step() {
       kShape.size(), 1, 3);
 }
 
-// What may go wrong with this rank's parameters, before a gather or after it; -1: nothing.
+// Gathers and steps in turn, until one fails. `fault`: what goes wrong with this rank's slices
+// before a gather.
 using Fault = std::function<void(SlicedParameters&, std::int64_t gather)>;
-
-// Gathers and steps in turn, until one fails.
 void expect_gathers(
-    const Check& check, const Mesh& mesh, const Fault& before, const Fault& after,
+    const Check& check, const Mesh& mesh, const Fault& fault,
     const std::function<void(std::int64_t gather, const std::optional<MismatchError>&)>& expect) {
   const StepCase step = some_step();
   Reducer reducer(mesh,
                   {.bucket_bytes = 512, .shard_over = check.over, .verify_every = check.every});
-  SlicedParameters parameters(
-      reducer, step.parameters, SlicedParameters::Masters::kOf16Bits,
-      [](const ParameterSpec& spec) { return Values(element_count(spec.shape), 1.0F); });
+  SlicedParameters parameters(reducer, step.parameters, SlicedParameters::Masters::kOf16Bits, ones);
   ParameterGather gather(reducer, parameters.gathered());
   for (std::int64_t number = 1; number <= 4; ++number) {
-    if (before) before(parameters, number);
+    fault(parameters, number);
     gather.start_all({});
-    if (after) {
-      gather.wait_all();
-      after(parameters, number);
-    }
     const auto error = caught<MismatchError>([&] {
       run_microbatch(reducer, step, 0, mesh.rank(), {.last = false});
       run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
@@ -71,48 +69,33 @@ void flip(TensorView array, std::int64_t bit) {
   *byte = static_cast<unsigned char>(*byte ^ (1U << bit % 8));
 }
 
-TEST(ParameterCheck, NamesParameterAndRankOfOneFlippedBit) {
-  for (const ShardOver over : {ShardOver::kShard, ShardOver::kMesh}) {
-    for (int rank = 0; rank < kShape.size(); ++rank) {
-      for (const std::size_t p : {0U, 1U}) {
-        for (const std::int64_t bit :
-             {std::int64_t{0}, std::int64_t{100 * (p == 0 ? 32 : 48) - 1}}) {
-          run_mesh(kShape, [&](const Mesh& mesh) {
-            const Fault fault = [&](SlicedParameters& parameters, std::int64_t gather) {
-              if (mesh.rank() == rank && gather == 2) flip(parameters.array(p), bit);
-            };
-            expect_gathers({2, over}, mesh, {}, fault, [&](std::int64_t gather, const auto& error) {
-              if (gather == 1) {
-                EXPECT_EQ(error, std::nullopt);
-                return;
-              }
-              EXPECT_THAT(
-                  error, names({rank}, AllOf(HasSubstr("expected parameters after their gather '" +
-                                                       std::string(p == 0 ? "first" : "last")),
-                                             HasSubstr("on rank " + std::to_string(rank) + " of 4"),
-                                             HasSubstr("look for a fault of memory"))));
-            });
+// Replicas update the same slices: one of them sends other bits to its shard group.
+TEST(ParameterCheck, NamesTheParameterAndTheReplicaOfOneFlippedBit) {
+  for (int rank = 0; rank < kShape.size(); ++rank) {
+    for (const std::size_t p : {0U, 1U}) {
+      for (const bool is_last : {false, true}) {  // of the slice; the sign, which rounding keeps
+        run_mesh(kShape, [&](const Mesh& mesh) {
+          const Fault fault = [&](SlicedParameters& parameters, std::int64_t gather) {
+            if (mesh.rank() != rank || gather != 2) return;
+            flip(parameters.own(p), 32 * (is_last ? parameters.own(p).count : 1) - 1);
+          };
+          expect_gathers({2}, mesh, fault, [&](std::int64_t gather, const auto& error) {
+            if (gather == 1) {
+              EXPECT_EQ(error, std::nullopt);
+              return;
+            }
+            const int first = rank / kShape.shard * kShape.shard;
+            const std::string name = p == 0 ? "first" : "last";
+            EXPECT_THAT(error,
+                        names({first, first + 1},
+                              AllOf(HasSubstr("expected parameters after their gather '" + name),
+                                    HasSubstr("on rank " + std::to_string(first) + " of 6"),
+                                    HasSubstr("look for a fault of memory"))));
           });
-        }
+        });
       }
     }
   }
-}
-
-// Replicas that update the same slice: one of them sends other bits to its shard group.
-TEST(ParameterCheck, SeesSlicesThatDifferBetweenReplicas) {
-  run_mesh(kShape, [&](const Mesh& mesh) {
-    const Fault fault = [&](SlicedParameters& parameters, std::int64_t gather) {
-      if (mesh.rank() == 3 && gather == 3) flip(parameters.own(1), 31);
-    };
-    expect_gathers({1}, mesh, fault, {}, [&](std::int64_t gather, const auto& error) {
-      if (gather < 3) {
-        EXPECT_EQ(error, std::nullopt);
-      } else {
-        EXPECT_THAT(error, names({2, 3}, HasSubstr("'last of digest")));
-      }
-    });
-  });
 }
 
 // Nobody else has updated that slice.
@@ -121,7 +104,7 @@ TEST(ParameterCheck, DoesNotSeeWhatTheGatherMakesEqual) {
     const Fault fault = [&](SlicedParameters& parameters, std::int64_t gather) {
       if (mesh.rank() == 3 && gather == 2) flip(parameters.own(1), 31);
     };
-    expect_gathers({1, ShardOver::kMesh}, mesh, fault, {},
+    expect_gathers({1, ShardOver::kMesh}, mesh, fault,
                    [&](std::int64_t, const auto& error) { EXPECT_EQ(error, std::nullopt); });
   });
 }
@@ -129,10 +112,86 @@ TEST(ParameterCheck, DoesNotSeeWhatTheGatherMakesEqual) {
 TEST(ParameterCheck, OnlyLooksAtEveryNthGather) {
   run_mesh(kShape, [&](const Mesh& mesh) {
     const Fault fault = [&](SlicedParameters& parameters, std::int64_t gather) {
-      if (mesh.rank() == 1 && gather % 3 != 0) flip(parameters.array(0), 7);
+      if (mesh.rank() == 1 && gather % 3 != 2) flip(parameters.own(0), 7);  // and back
     };
-    expect_gathers({3}, mesh, {}, fault,
-                   [&](std::int64_t, const auto& error) { EXPECT_EQ(error, std::nullopt); });
+    expect_gathers({3}, mesh, fault, [&](std::int64_t gather, const auto& error) {
+      EXPECT_EQ(error.has_value(), false) << gather;
+    });
+  });
+}
+
+// One rank says no word in the step that it drops; then all write other parameters.
+TEST(ParameterCheck, ADroppedStepIsNoDifference) {
+  run_mesh(kShape, [&](const Mesh& mesh) {
+    const StepCase step = some_step();
+    Reducer reducer(mesh, {.verify_every = 1});
+    SlicedParameters parameters(reducer, step.parameters, SlicedParameters::Masters::kNone, ones);
+    ParameterGather gather(reducer, parameters.gathered());
+    for (int number = 0; number < 3; ++number) {
+      gather.start_all({});
+      reducer.begin_microbatch({.last = true});
+      if (mesh.rank() == 1) {
+        EXPECT_NE(caught<UsageError>([&] { reducer.end_microbatch(); }), std::nullopt);
+      } else {
+        const auto gradients = deliver(reducer, step, 0, mesh.rank());
+        EXPECT_NE(caught<StepAbortedError>([&] {
+                    reducer.end_microbatch();
+                    static_cast<void>(reducer.shard("first"));
+                  }),
+                  std::nullopt);
+      }
+      gather.wait_all();
+      flip(parameters.array(0), 7);
+      run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
+      static_cast<void>(reducer.shard("first"));
+    }
+  });
+}
+
+// It is made again on all ranks when it could not be made on one.
+TEST(ParameterCheck, IsMadeOnAllRanksOrNone) {
+  run_mesh(kShape, [&](const Mesh& mesh) {
+    const StepCase step = some_step();
+    Reducer reducer(mesh, {.verify_every = 1});
+    SlicedParameters parameters(reducer, step.parameters, SlicedParameters::Masters::kNone, ones);
+    std::vector<zero::GatheredParameter> bad = parameters.gathered();
+    if (mesh.rank() == 1) bad.front().array.count -= 1;
+    EXPECT_THROW(ParameterGather(reducer, bad), Error);
+    ParameterGather gather(reducer, parameters.gathered());
+    gather.start_all({});
+    run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
+    static_cast<void>(reducer.shard("first"));
+    Step begun(reducer);
+    const auto make = [&] { const ParameterGather other(reducer, parameters.gathered()); };
+    EXPECT_THAT(make, ThrowsMessage<UsageError>(HasSubstr("construction between steps")));
+  });
+}
+
+// Of so many that the first texts would not reach the one that differs.
+TEST(ParameterCheck, NamesOneOfManyParameters) {
+  constexpr int kMany = 900;
+  run_mesh({2, 1}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.verify_every = 1});
+    std::vector<ParameterSpec> specs;
+    for (int p = 0; p < kMany; ++p) {
+      specs.push_back(
+          {.name = "model.layers." + std::to_string(p) + ".self_attention.q_proj.weight",
+           .shape = {3}});
+    }
+    SlicedParameters parameters(reducer, specs, SlicedParameters::Masters::kNone, ones);
+    ParameterGather gather(reducer, parameters.gathered());
+    if (mesh.rank() == 1) flip(parameters.own(kMany - 2), 0);
+    gather.start_all({});
+    const std::vector<float> gradient(3, 1.0F);
+    const auto error = caught<MismatchError>([&] {
+      Microbatch open(reducer, {.last = true});
+      for (int p = 0; p < kMany; ++p) {
+        reducer.gradient_ready(p, {gradient.data(), Dtype::kF32, {}, {3}, {}});
+      }
+      open.end();
+      static_cast<void>(reducer.shard(specs.front().name));
+    });
+    EXPECT_THAT(error, names({1}, HasSubstr("model.layers.898.self_attention")));
   });
 }
 
@@ -142,9 +201,8 @@ TEST(ParameterCheck, SendsNoMessageMore) {
     std::vector<std::int64_t> messages;
     for (const std::int64_t every : {0, 1}) {
       Reducer reducer(mesh, {.shard_over = ShardOver::kMesh, .verify_every = every});
-      SlicedParameters parameters(
-          reducer, step.parameters, SlicedParameters::Masters::kOf16Bits,
-          [](const ParameterSpec& spec) { return Values(element_count(spec.shape), 1.0F); });
+      SlicedParameters parameters(reducer, step.parameters, SlicedParameters::Masters::kOf16Bits,
+                                  ones);
       ParameterGather gather(reducer, parameters.gathered());
       std::int64_t before = 0;
       for (int number = 0; number < 3; ++number) {

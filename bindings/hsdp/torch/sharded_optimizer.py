@@ -352,16 +352,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """This rank's slice of a parameter in fp32, or in the dtype of a float64 or complex one, flat (with
         layout "whole" of the parameter's shape, on the rank that has it): what the optimizer updates. To
         be written between steps; the whole parameter follows at the next one on every rank. Ask for it
-        anew after each step: a master that is written to otherwise is a UsageError at the next one, if the
-        parameter has 16 bits. Local. What somebody else has written to the parameter since the last step
+        anew after each step. Local. What somebody else has written to the parameter since the last step
         is taken over at the next one.
         """
         self._bind_moved()
         self._units.expire()
         one = self._find(parameter)
-        for masters in self._masters:
-            if one in masters.slices:
-                masters.keep_rounded()
         master = one.master.detach()
         return master.view(parameter.shape) if one.is_whole and one.is_here else master
 

@@ -278,76 +278,50 @@ class SliceMasters:
     def mark_rounded(self) -> None:
         """Called when the parameters have the masters' values, or will get them from the gather."""
 
-    def keep_rounded(self) -> None:
-        """Called before somebody else writes to the masters."""
-
     def load_parameters(self) -> None:
         """Copies offloaded masters to where gathers read."""
 
 
 class Masters(SliceMasters):
-    """Masters of parameters that are not released. What they were rounded to tells which elements of the
-    parameters somebody has written since: it is computed again when it is needed, and kept only of
-    offloaded masters, and while somebody may write to the masters.
-    """
+    """Masters of parameters that are not released, and what they were rounded to."""
 
     def __init__(self, slices: list[ParameterSlice]) -> None:
         super().__init__(slices)
-        self._kept: torch.Tensor | None = None
-        self._flat.copy_(self._read())
-        self.mark_rounded()
+        self._rounded = self._read()
+        self._flat.copy_(self._rounded)
 
     def _read(self) -> torch.Tensor:
         now = self._empty(self.slices[0].own.dtype)
         private_torch.foreach_copy_(list(now.split(self._counts)), [one.own for one in self.slices])
         return now
 
-    def _rounded(self) -> torch.Tensor:
-        if self._kept is not None:
-            return self._kept
-        if self._flat._version != self._version:
-            refuse(
-                "masters to be written through optimizer.master(parameter), or loaded by load_state_dict()",
-                "some that were written otherwise, such as through optimizer.state or through a tensor "
-                "that master() returned before the last step",
-            )
-        return self._flat.to(self.slices[0].own.dtype)
-
     # Takes over elements written since they were rounded.
-    def _with_written(self) -> torch.Tensor:
-        now = self._read()
-        written = differ(now, self._rounded())
+    def _with_written(self, now: torch.Tensor) -> torch.Tensor:
+        written = differ(now, self._rounded)
         if self._flat.is_cuda or bool(written.any()):
             return torch.where(written, now.to(self._flat.dtype), self._flat)
         return self._flat
 
     def reread(self) -> None:
-        """Takes over elements written since they were rounded. `mark_rounded` follows."""
-        current = self._with_written()
+        """Takes over elements written since they were rounded."""
+        now = self._read()
+        current = self._with_written(now)
         if current is not self._flat:
             self._flat.copy_(current)
+            self._rounded = now
 
     def current(self) -> list[torch.Tensor]:
         """Includes such elements."""
-        return list(self._with_written().split(self._counts))
+        return list(self._with_written(self._read()).split(self._counts))
 
     def mark_rounded(self) -> None:
-        """Later writes are detected by comparison with what the masters are rounded to now."""
-        if self._offloaded:
-            self._kept = self._empty(self.slices[0].own.dtype) if self._kept is None else self._kept
-            self._kept.copy_(self._flat)
-        else:
-            self._kept = None
-        self._version = self._flat._version
-
-    def keep_rounded(self) -> None:
-        """Called before somebody else writes to the masters."""
-        self._kept = self._rounded()
+        """Later writes are detected by comparison with this."""
+        self._rounded.copy_(self._flat)
 
     def load_parameters(self) -> None:
         """Gathers read the own slices."""
         if self._offloaded:
-            parts = list(self._rounded().split(self._counts))
+            parts = list(self._rounded.split(self._counts))
             private_torch.foreach_copy_([one.own for one in self.slices], parts)
 
 

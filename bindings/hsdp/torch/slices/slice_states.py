@@ -173,13 +173,11 @@ def held_bytes(one: ParameterSlice, state: Mapping[str, Any]) -> int:
     for key, value in state.items():
         if key != MASTER and isinstance(value, torch.Tensor):
             kept += 0 if isinstance(value, FlatSlice) else value.nbytes
-    if one.has_own_master:
+    if one.has_own_master:  # also what it was rounded to, and an offloaded gradient
         own = one.master_dtype.itemsize
-        kept += one.count * own
-        if one.offloaded:  # a gradient, too
-            kept += one.count * own
-            if not one.is_part:  # and what it was rounded to
-                kept += one.count * one.parameter.itemsize
+        kept += one.count * (own + own * one.offloaded)
+        if not one.is_part and (one.offloaded or not one.is_released):  # else it is the parameter
+            kept += one.count * one.parameter.itemsize
     return kept
 
 

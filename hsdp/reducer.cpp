@@ -138,7 +138,7 @@ void Reducer::finish() { parts_->steps.finish(); }
 void Reducer::discard() { parts_->steps.discard(); }
 void Reducer::close() {
   parts_->steps.close();
-  parts_->results.flush_snapshots();
+  parts_->results.close_files();
 }
 
 std::vector<int> Reducer::unused_parameters(std::string_view call) {

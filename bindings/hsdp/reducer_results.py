@@ -217,8 +217,8 @@ class ReducerResults(ReducerInternals):
         """Appends digests of this rank's slices of the result to its file in `folder`: 17 bytes a parameter,
         by which `hsdp_check --digest A B` compares two runs of one mesh and model step by step.
 
-        Local. On a GPU it waits for the result. A run that goes on from a checkpoint may go on with the
-        folder, too: of a step that it repeats, the last digests count.
+        Local. On a GPU it waits for the result. Each Reducer needs a folder of its own. A run that goes on
+        from a checkpoint may go on with its folder: what it did after that step before does not count.
         """
         self._handle.save_digest(os.fspath(folder), int(step))
 

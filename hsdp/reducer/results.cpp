@@ -607,7 +607,8 @@ void Results::save_snapshot(const std::filesystem::path& path, std::int64_t step
 
 void Results::save_digest(const std::filesystem::path& folder, std::int64_t step) {
   require_result("save_digest");
-  DigestHeader header{groups_.world.rank(), groups_.replicate.size(), groups_.shard.size()};
+  DigestHeader header{options_.name, groups_.world.rank(), groups_.replicate.size(),
+                      groups_.shard.size()};
   const auto count = static_cast<std::size_t>(parameters_.size());
   const Buffer pinned(groups_.device, count * sizeof(std::uint64_t), Buffer::Place::kPinnedHost);
   const std::span sums(reinterpret_cast<std::uint64_t*>(pinned.data()), count);

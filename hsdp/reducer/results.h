@@ -60,6 +60,10 @@ class Results {
   void save_snapshot(const std::filesystem::path& path, std::int64_t step);
   void save_digest(const std::filesystem::path& folder, std::int64_t step);
   void flush_snapshots() { snapshots_.flush(); }
+  void close_files() {
+    digests_.reset();
+    snapshots_.flush();
+  }
 
   [[nodiscard]] std::int64_t all_gather_count() const { return all_gather_count_; }
 

@@ -1,6 +1,7 @@
 #include "hsdp/snapshot/digest_log.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -35,11 +36,9 @@ std::string text_of(const DigestHeader& header) {
   for (const DigestHeader::Part& part : header.parts) {
     parts.push_back({part.name, part.offset, part.count});
   }
-  const ordered_json json{{"hsdp_digests", 1},
-                          {"rank", header.rank},
-                          {"replicate", header.replicate_size},
-                          {"shard", header.shard_size},
-                          {"slices", std::move(parts)}};
+  const ordered_json json{{"hsdp_digests", 1},          {"reducer", header.reducer},
+                          {"rank", header.rank},        {"replicate", header.replicate_size},
+                          {"shard", header.shard_size}, {"slices", std::move(parts)}};
   return json.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
 }
 
@@ -47,7 +46,8 @@ DigestHeader header_of(const std::string& line, const std::filesystem::path& pat
   try {
     const auto json = nlohmann::json::parse(line);
     if (json.at("hsdp_digests") != 1) refuse(path, "expected version 1 of digests, got another");
-    DigestHeader header{json.at("rank"), json.at("replicate"), json.at("shard")};
+    DigestHeader header{json.at("reducer"), json.at("rank"), json.at("replicate"),
+                        json.at("shard")};
     for (const auto& part : json.at("slices")) {
       header.parts.push_back({part.at(0), part.at(1), part.at(2)});
     }
@@ -74,14 +74,27 @@ void read_line(std::string_view line, DigestLog& log) {
   for (std::uint64_t& digest : digests) {
     if (!take(line, digest, 16)) return;
   }
-  if (line == kLineEnd.substr(1)) log.steps[step] = std::move(digests);
+  if (line != kLineEnd.substr(1)) return;
+  log.steps.erase(log.steps.lower_bound(step), log.steps.end());
+  log.steps[step] = std::move(digests);
 }
 
+// None where it was torn.
 std::optional<std::string> first_line(const std::filesystem::path& path) {
   std::ifstream file(path);
   std::string line;
-  if (!std::getline(file, line)) return std::nullopt;
+  if (!std::getline(file, line) || file.eof()) return std::nullopt;
   return line;
+}
+
+// All of it, or nothing.
+void write_whole(int fd, const std::string& text, const std::filesystem::path& path) {
+  const off_t size = ::lseek(fd, 0, SEEK_END);
+  const ssize_t count = ::write(fd, text.data(), text.size());
+  if (count == static_cast<ssize_t>(text.size())) return;
+  const std::string why = count < 0 ? std::strerror(errno) : "there is no room";
+  static_cast<void>(::ftruncate(fd, size));  // what stays of the line is torn, and does not count
+  refuse(path, "cannot write it: " + why);
 }
 
 }  // namespace
@@ -90,20 +103,28 @@ DigestWriter::DigestWriter(std::filesystem::path folder, const DigestHeader& hea
     : folder_(std::move(folder)), path_(digest_path(folder_, header.rank)) {
   std::error_code error;
   std::filesystem::create_directories(folder_, error);
+  if (error) refuse(folder_, "cannot make this folder: " + error.message());
   fd_ = comm::UniqueFd(::open(path_.c_str(), O_RDWR | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
   if (!fd_) refuse(path_, std::string("cannot open it: ") + std::strerror(errno));
-  std::string begin = text_of(header) + "\n";
-  if (const auto line = first_line(path_)) {
-    if (header_of(*line, path_) != header) {
-      refuse(path_,
-             "expected digests of this mesh and these parameters, got another run's; give "
-             "each run a folder");
+  if (::flock(fd_.get(), LOCK_EX | LOCK_NB) != 0) {
+    refuse(path_,
+           "expected to be the only one that writes it, got another Reducer or job; give "
+           "each a folder");
+  }
+  const auto line = first_line(path_);
+  if (!line) {
+    if (::ftruncate(fd_.get(), 0) != 0) {
+      refuse(path_, std::string("cannot write it: ") + std::strerror(errno));
     }
-    begin = "\n";  // ends a torn line
+    write_whole(fd_.get(), text_of(header) + "\n", path_);
+    return;
   }
-  if (::write(fd_.get(), begin.data(), begin.size()) != static_cast<ssize_t>(begin.size())) {
-    refuse(path_, std::string("cannot write it: ") + std::strerror(errno));
+  if (header_of(*line, path_) != header) {
+    refuse(path_,
+           "expected digests of this mesh and these parameters, got another run's; give "
+           "each run a folder");
   }
+  write_whole(fd_.get(), "\n", path_);  // ends a torn line
 }
 
 void DigestWriter::append(std::int64_t step, std::span<const std::uint64_t> digests) {
@@ -115,9 +136,7 @@ void DigestWriter::append(std::int64_t step, std::span<const std::uint64_t> dige
   }
   line += kLineEnd;
   line += '\n';
-  if (::write(fd_.get(), line.data(), line.size()) != static_cast<ssize_t>(line.size())) {
-    refuse(path_, std::string("cannot write it: ") + std::strerror(errno));
-  }
+  write_whole(fd_.get(), line, path_);
 }
 
 std::vector<DigestLog> read_digests(const std::filesystem::path& folder) {

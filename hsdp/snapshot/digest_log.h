@@ -25,6 +25,7 @@ struct DigestHeader {
     std::int64_t count = 0;
     bool operator==(const Part&) const = default;
   };
+  std::string reducer{};  // its name
   int rank = 0;
   int replicate_size = 1;
   int shard_size = 1;
@@ -34,10 +35,10 @@ struct DigestHeader {
 
 class DigestWriter {
  public:
-  // Continues a file of the same header, and refuses any other.
+  // Continues a file of the same header, and refuses any other, and one that somebody writes.
   DigestWriter(std::filesystem::path folder, const DigestHeader& header);
   [[nodiscard]] const std::filesystem::path& folder() const { return folder_; }
-  // In the order of the parts.
+  // In the order of the parts. Where it throws, the file is as it was before.
   void append(std::int64_t step, std::span<const std::uint64_t> digests);
 
  private:
@@ -48,7 +49,8 @@ class DigestWriter {
 
 struct DigestLog {
   DigestHeader header;
-  std::map<std::int64_t, std::vector<std::uint64_t>> steps;  // the last of each
+  // Of a run that went back to an earlier step, those before it and those after that.
+  std::map<std::int64_t, std::vector<std::uint64_t>> steps;
 };
 // Of all ranks of a run, in their order.
 [[nodiscard]] std::vector<DigestLog> read_digests(const std::filesystem::path& folder);

@@ -26,7 +26,7 @@ void require_alike(std::span<const DigestLog> a, std::span<const DigestLog> b) {
   for (std::size_t r = 0; r < a.size(); ++r) {
     if (a[r].header == b[r].header) continue;
     throw SnapshotError({.where = "digests",
-                         .expected = "the same parameters, cut alike",
+                         .expected = "the same Reducer and parameters, cut alike",
                          .got = "others on rank " + std::to_string(r),
                          .remedy = "compare snapshots, which may be cut in any way"});
   }

@@ -132,7 +132,7 @@ CheckOptions parse_check_options(int argc, const char* const* argv) {
                       .expected = "two snapshots",
                       .got = "one",
                       .remedy = "give both, or leave them out"});
-  if (options.digests && (!options.b || limits || options.html)) {
+  if (options.digests && (!options.b || limits || options.html || options.all_rows)) {
     throw UsageError({.where = "--digest",
                       .expected = "two folders of digests, and no option but --json",
                       .got = options.b ? "others" : "one"});

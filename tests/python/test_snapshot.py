@@ -177,9 +177,25 @@ def test_a_folder_has_the_digests_of_one_run(tmp_path: pathlib.Path) -> None:
             else:
                 with pytest.raises(hsdp.SnapshotError, match="got another run's; give each run a folder"):
                     reducer.save_digest(tmp_path, 0)
+                (tmp_path / "digests_0.txt").write_text('{"hsdp_dig')  # a header that was torn
+                reducer.save_digest(tmp_path, 0)
+                assert said("--digest", tmp_path, tmp_path) == (0, "same: 1 step\n")
+                other = hsdp.Reducer(mesh)
+                other.register(name, (3,))
+                with other.microbatch(last=True):
+                    other.gradient_ready(name, np.ones(3, np.float32))
+                with pytest.raises(hsdp.SnapshotError, match="the only one that writes it"):
+                    other.save_digest(tmp_path, 0)
+                other.close()
             reducer.close()
     (tmp_path / "digests_0.txt").write_text("something else\n")
     assert said("--digest", tmp_path, tmp_path)[0] == 2
+    with pytest.raises(hsdp.SnapshotError, match="cannot make this folder"), hsdp.init_mesh() as mesh:
+        reducer = hsdp.Reducer(mesh)
+        reducer.register("w", (3,))
+        with reducer.microbatch(last=True):
+            reducer.gradient_ready("w", np.ones(3, np.float32))
+        reducer.save_digest(tmp_path / "digests_0.txt" / "folder", 0)
 
 
 def test_plain_arrays_of_every_dtype(tmp_path: pathlib.Path) -> None:

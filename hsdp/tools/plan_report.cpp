@@ -116,10 +116,12 @@ class Planner {
     return bytes;
   }
 
-  // Of the slices of a shard rank, with the parts of all replicas.
+  // Of the slices of a shard rank, with the parts of all replicas. Where the rank has masters of
+  // whole slices, these are what is gathered.
   [[nodiscard]] std::int64_t shard_bytes(int shard_rank) const {
     std::int64_t bytes = 0;
     for (const reducer::FullArray& one : arrays_) {
+      if (parts_ == 1 && has_master(one.array.dtype)) continue;
       const RowCut cut = layout_.slices(one.parameter).joined(parts_);
       bytes += bytes_of(one.array.dtype, cut.length(shard_rank));
     }

@@ -367,6 +367,41 @@ TEST(CudaReducer, WritesTheDigestsOfTheHost) {
   }
 }
 
+TEST(CudaReducer, ComparesWhatWasGathered) {
+  constexpr std::int64_t kCount = 4096;
+  stand_in::delay_work(3);
+  run_gpu_mesh(kSquare, [](const Mesh& mesh) {
+    Reducer reducer(mesh, {.verify_every = 1});
+    Stream stream = Stream::create(mesh.device(), "caller");
+    reducer.set_stream(stream);
+    reducer.register_parameter({.name = "w", .shape = {kCount}});
+    const Buffer memory(mesh.device(), kCount * sizeof(float));
+    const TensorView whole = memory.view(Dtype::kF32);
+    zero::ParameterGather gather(reducer, {{.name = "w", .array = whole}});
+    const std::vector<float> gradient(kCount, 1.0F);
+    for (int step = 0; step < 4; ++step) {
+      std::vector<float> values(kCount, static_cast<float>(step));
+      if (step == 3 && mesh.rank() == 3) values.back() += 1;
+      gather.fence(stream);
+      copy_bytes(whole.data, values.data(), whole.size_in_bytes(), stream);
+      gather.start_all(stream.record());
+      const auto error = caught<MismatchError>([&] {
+        Microbatch open(reducer, {.last = true});
+        reducer.gradient_ready("w", {gradient.data(), Dtype::kF32, mesh.device(), {kCount}, {}});
+        open.end();
+        static_cast<void>(reducer.found_inf());
+      });
+      if (step < 3) {
+        EXPECT_EQ(error, std::nullopt);
+      } else {
+        EXPECT_THAT(error, names({2, 3}, HasSubstr("'w of digest")));
+      }
+      quietly([&] { stream.synchronize(); });  // what it copies from is free
+    }
+  });
+  stand_in::delay_work({});
+}
+
 // A context takes hundreds of megabytes. Threads begin with device 0.
 TEST(CudaReducer, HasContextsOnTheMeshsDeviceAlone) {
   constexpr std::int64_t kCount = 4096;

@@ -28,7 +28,7 @@ std::shared_ptr<const int> OperationRecord::add_source(OperationSource source) {
   for (auto i = sources_.begin(); i != sources_.end() && sources_.size() >= kSourcesKept;) {
     i = i->second.user.expired() ? sources_.erase(i) : std::next(i);
   }
-  const auto user = std::make_shared<const int>(next_source_++);
+  auto user = std::make_shared<const int>(next_source_++);
   sources_[*user] = {std::move(source), user};
   return user;
 }

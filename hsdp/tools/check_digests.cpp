@@ -34,7 +34,8 @@ void require_alike(std::span<const DigestLog> a, std::span<const DigestLog> b) {
 
 std::vector<std::int64_t> common_steps(std::span<const DigestLog> a, std::span<const DigestLog> b) {
   std::vector<std::int64_t> steps;
-  for (const auto& [step, digests] : a.front().steps) {
+  for (const auto& one : a.front().steps) {
+    const std::int64_t step = one.first;
     const auto has_step = [step](const DigestLog& log) { return log.steps.contains(step); };
     if (std::ranges::all_of(a, has_step) && std::ranges::all_of(b, has_step)) steps.push_back(step);
   }

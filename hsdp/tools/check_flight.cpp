@@ -172,16 +172,18 @@ class Report {
 
   void add_last_common() {
     const std::vector<Operation>& some = files_.begin()->second.operations;
-    for (auto one = some.rbegin(); one != some.rend(); ++one) {
-      if (!partners_of(one->place.kind)) continue;
-      const bool is_common = std::ranges::all_of(one->place.source.ranks, [&](int rank) {
+    const auto completed = [this](const Operation& one) {
+      if (!partners_of(one.place.kind)) return false;
+      return std::ranges::all_of(one.place.source.ranks, [&](int rank) {
         const auto file = files_.find(rank);
         if (file == files_.end()) return true;
-        const auto found = file->second.by_place.find(one->place);
+        const auto found = file->second.by_place.find(one.place);
         return found != file->second.by_place.end() && found->second->is_done();
       });
-      if (!is_common) continue;
-      text_ << "the last operation that all ranks completed: " << text_of(one->place) << "\n";
+    };
+    const auto last = std::find_if(some.rbegin(), some.rend(), completed);
+    if (last != some.rend()) {
+      text_ << "the last operation that all ranks completed: " << text_of(last->place) << "\n";
       return;
     }
     text_ << "no operation that all ranks completed is in the records\n";

@@ -22,7 +22,7 @@ struct Source {
   int shard = 1;
   std::vector<int> ranks;
   int namesake = 0;  // how many of that name and those ranks came before it
-  auto operator<=>(const Source&) const = default;
+  auto operator<=>(const Source&) const = default;  // NOLINT(modernize-use-nullptr): it errs
 
   // Those with whom that rank does it, itself among them.
   [[nodiscard]] std::vector<int> partners(int rank, Partners whom) const;
@@ -36,8 +36,8 @@ struct Place {
   std::int64_t microbatch = -1;
   std::int64_t turn = -1;
   std::int64_t index = -1;
-  int repeat = 0;  // of a call that comes several times in a step
-  auto operator<=>(const Place&) const = default;
+  int repeat = 0;                                  // of a call that comes several times in a step
+  auto operator<=>(const Place&) const = default;  // NOLINT(modernize-use-nullptr): it errs
 };
 
 struct Operation {

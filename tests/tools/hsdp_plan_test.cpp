@@ -199,7 +199,10 @@ TEST_F(HsdpPlan, ShardsParametersAtStage3AndNothingAtStage0) {
   EXPECT_EQ(whole["masters"], 4 * 8000);
   EXPECT_EQ(whole["gathered"], 0);
   const json sliced = plan(model + "3 --microbatches 5");
-  EXPECT_EQ(sliced["memory"]["parameters"], 4000);
+  EXPECT_EQ(sliced["memory"]["parameters"], 0) << "gathers read masters";
+  EXPECT_EQ(plan(model + "3 --dtype f32")["memory"]["parameters"], 8000);
+  const json parts = plan(model + "3 --replicate 2 --shard-over mesh")["memory"];
+  EXPECT_EQ(parts["parameters"], 4000) << "and here slices, of which the rank has a part's masters";
   EXPECT_EQ(sliced["memory"]["gradients"], 0);
   EXPECT_EQ(sliced["memory"]["masters"], 8000);
   EXPECT_EQ(sliced["memory"]["gathered"], 2 * 2 * 2000) << "two of four layers";

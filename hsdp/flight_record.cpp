@@ -93,12 +93,16 @@ void write_flight_record(const FlightOrigin& origin, const std::filesystem::path
   const int rank = origin.world.engine()->control().rank();
   try {
     make_flight_folder(folder);
-    AtomicFile file(folder / ("rank_" + std::to_string(rank) + ".json"), kFlightRecord);
+    AtomicFile file(flight_path(folder, rank), kFlightRecord);
     file.write_at(0, std::as_bytes(std::span(text)));
     file.commit();
   } catch (const SnapshotError& error) {
     throw Error(error.what());
   }
+}
+
+std::filesystem::path flight_path(const std::filesystem::path& folder, int rank) {
+  return folder / ("rank_" + std::to_string(rank) + ".json");
 }
 
 void make_flight_folder(const std::filesystem::path& folder) {

@@ -14,6 +14,7 @@
 #include "hsdp/error.h"
 #include "hsdp/reducer/agreed_options.h"
 #include "hsdp/reducer/compare_lines.h"
+#include "hsdp/reducer/flight_watch.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/hop_owner.h"
 #include "hsdp/reducer/outcome.h"
@@ -241,6 +242,7 @@ RowReducer::RowReducer(const Mesh& mesh, std::vector<RowGroup> groups,
                        std::shared_ptr<ReplicaHop> hop) {
   if (!hop) hop = std::make_shared<PlainHop>();
   Communicator world = mesh.world();
+  reducer::together(world, "make its replica hook", start_flight_writer);
   compare_models(groups, *hop, world);
   parts_ = std::make_unique<Parts>(reducer::make_groups(mesh, "replica_hook"), std::move(groups),
                                    std::move(hop));

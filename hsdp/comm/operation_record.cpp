@@ -33,6 +33,11 @@ std::shared_ptr<const int> OperationRecord::add_source(OperationSource source) {
   return user;
 }
 
+bool OperationRecord::claim(Slot& slot, std::int64_t number) {
+  return slot.number.compare_exchange_strong(number, kWriting, std::memory_order_acq_rel,
+                                             std::memory_order_relaxed);
+}
+
 // Release and acquire keep the number's two writes around those of the rest, for who reads it
 // before and after. Where another thread has been at this place for a whole turn of the ring, this
 // operation is left out.
@@ -40,8 +45,8 @@ std::int64_t OperationRecord::begin(int source, const OperationPlace& place, dou
   constexpr auto kInOrder = std::memory_order_release;
   const std::int64_t number = next_.fetch_add(1, std::memory_order_relaxed);
   Slot& slot = slots_[static_cast<std::size_t>(number) % kCapacity];
-  const bool is_free = slot.number.exchange(kWriting, std::memory_order_acq_rel) != kWriting;
-  if (!is_free) return kWriting;
+  const std::int64_t before = slot.number.load(std::memory_order_relaxed);
+  if (before == kWriting || before > number || !claim(slot, before)) return kWriting;
   slot.step.store(place.step, kInOrder);
   slot.microbatch.store(place.microbatch, kInOrder);
   slot.turn.store(place.turn, kInOrder);
@@ -59,9 +64,10 @@ std::int64_t OperationRecord::begin(int source, const OperationPlace& place, dou
 void OperationRecord::end(std::int64_t number, OperationState state, double now_s) {
   if (number < 0) return;
   Slot& slot = slots_[static_cast<std::size_t>(number) % kCapacity];
-  if (slot.number.load(std::memory_order_relaxed) != number) return;
+  if (!claim(slot, number)) return;
   slot.end_s.store(now_s, std::memory_order_release);
   slot.state.store(state, std::memory_order_release);
+  slot.number.store(number, std::memory_order_release);
 }
 
 OperationRecord::Contents OperationRecord::read() const {

@@ -99,6 +99,8 @@ class OperationRecord {
     std::atomic<OperationKind> kind;
     std::atomic<OperationState> state;
   };
+  // For whoever writes it next; false where it has another number by now.
+  [[nodiscard]] static bool claim(Slot& slot, std::int64_t number);
   struct Source {
     OperationSource is;
     std::weak_ptr<const int> user;

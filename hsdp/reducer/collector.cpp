@@ -257,7 +257,7 @@ void Collector::accept(Lock& lock, int parameter) {
   accepted_[p] = 1;
   const BucketRun buckets = buckets_of(parameter);
   for (int b = buckets.first; b < buckets.end; ++b) {
-    begin_pack(b);
+    if (!has_shard_hop_ || states_[static_cast<std::size_t>(b)].slot >= 0) begin_pack(b);
     if (issuer_) states_[static_cast<std::size_t>(b)].phase = issuer_->phase();
   }
   kept.unpacked_pieces = buckets.count();
@@ -431,6 +431,8 @@ void Collector::assign_slots() {
     std::tie(state.slot, state.slot_free) = free_slots_.back();
     free_slots_.pop_back();
     segments_[static_cast<std::size_t>(state.slot)] = layout_.segments(number);
+    // No earlier: while a hop hangs, the rest of a backward pass would fill the record.
+    if (!state.waiting.empty()) begin_pack(number);
     for (const int parameter : state.waiting) ready_.push_back({parameter, number});
     state.waiting.clear();
   }

@@ -3,10 +3,13 @@
 #include <pthread.h>
 #include <semaphore.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
+#include <ctime>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -80,31 +83,53 @@ class FlightWriter {
     sigset_t saved;
     sigfillset(&all);  // signals are for the application's threads
     pthread_sigmask(SIG_SETMASK, &all, &saved);
-    thread_ = std::thread([this] { work(); });
+    try {
+      thread_ = std::thread([this] { work(); });
+    } catch (...) {
+      pthread_sigmask(SIG_SETMASK, &saved, nullptr);
+      throw;
+    }
     pthread_sigmask(SIG_SETMASK, &saved, nullptr);
     pthread_setname_np(thread_.native_handle(), "hsdp-flight");
     listen_to_signal();
   }
+  [[nodiscard]] bool is_of_this_process() const {
+    return comm::fork_generation() == generation_;  // a child has no such thread
+  }
   // At the process's exit.
   void stop() {
-    if (comm::fork_generation() != generation_) return;  // a child has no such thread
+    if (!is_of_this_process()) return;
     closing_ = true;
     ::sem_post(&something_to_write);
-    thread_.join();
-    const std::scoped_lock lock(mutex_);
-    write_failed();
+    timespec until{};
+    ::clock_gettime(CLOCK_REALTIME, &until);
+    until.tv_sec += kPatience.count();
+    if (::pthread_timedjoin_np(thread_.native_handle(), nullptr, &until) != 0) return;
+    const std::unique_lock lock(mutex_, kPatience);
+    if (lock) write_failed();
   }
+  // What another run left of this rank would be taken for this one's.
   void add(const FlightWatch* watch) {
     const std::scoped_lock lock(mutex_);
+    const bool is_first = std::ranges::none_of(
+        watches_, [&](const FlightWatch* one) { return &one->control() == &watch->control(); });
+    std::error_code error;
+    if (is_first) std::filesystem::remove(flight_path(folder_, watch->control().rank()), error);
     watches_.insert(watch);
   }
-  void remove(const FlightWatch* watch) {
-    const std::scoped_lock lock(mutex_);
+  // Whether nobody uses it any more.
+  [[nodiscard]] bool remove(const FlightWatch* watch) {
+    const std::unique_lock lock(mutex_, kPatience);
+    if (!lock) return false;
     write_failed();
     watches_.erase(watch);
+    return true;
   }
 
  private:
+  // For a disk that does not answer.
+  static constexpr std::chrono::seconds kPatience{5};
+
   void work() {
     while (!closing_) {
       if (::sem_wait(&something_to_write) != 0) continue;
@@ -129,7 +154,7 @@ class FlightWriter {
   const std::filesystem::path folder_;
   const std::uint32_t generation_ = comm::fork_generation();
   std::atomic<bool> closing_{false};
-  std::mutex mutex_;
+  std::timed_mutex mutex_;
   std::set<const FlightWatch*> watches_;
   std::thread thread_;
 };
@@ -157,13 +182,12 @@ void start_flight_writer() {
 }
 
 std::shared_ptr<const FlightWatch> watch_flight(const Mesh& mesh) {
-  if (flight_writer == nullptr) return nullptr;
+  if (flight_writer == nullptr || !flight_writer->is_of_this_process()) return nullptr;
   auto watch = std::make_unique<FlightWatch>(
       FlightOrigin{mesh.world(), mesh.replicate_size(), mesh.shard_size()});
   flight_writer->add(watch.get());
   return {watch.release(), [](const FlightWatch* one) {
-            flight_writer->remove(one);
-            delete one;
+            if (flight_writer->remove(one)) delete one;
           }};
 }
 

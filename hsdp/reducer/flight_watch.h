@@ -1,8 +1,9 @@
 // Writes flight records by itself, where HSDP_FLIGHT_DIR names a folder: when a world ends with an
 // error, and on SIGUSR1. Without the variable nothing here does anything.
 //
-// A thread of the process writes, so that neither the control connection nor the application waits
-// for a disk. At the process's exit it is done.
+// A thread of the process writes, so that the control connection does not wait for a disk. At the
+// process's exit, and where the last Reducer of a failed world goes, records are finished, unless
+// that takes more than some seconds.
 #pragma once
 
 #include <filesystem>
@@ -25,6 +26,7 @@ struct FlightOrigin {
 // As the public form; `reason`: why it is written.
 void write_flight_record(const FlightOrigin& origin, const std::filesystem::path& folder,
                          std::string_view reason);
+[[nodiscard]] std::filesystem::path flight_path(const std::filesystem::path& folder, int rank);
 // UsageError where it is none and cannot be made one.
 void make_flight_folder(const std::filesystem::path& folder);
 

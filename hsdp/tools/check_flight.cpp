@@ -48,9 +48,10 @@ struct Stuck {
   std::set<int> unknown;  // left no record
 };
 
-// A rank that is far ahead may have forgotten it.
+// A rank that is far ahead may have forgotten it, and one whose record is older may have come
+// since.
 bool lacks(const RankFile& file, const Operation& one) {
-  if (file.by_place.contains(one.place)) return false;
+  if (file.by_place.contains(one.place) || file.written_s < one.begin_s) return false;
   return !file.is_cut || file.operations.front().begin_s < one.begin_s;
 }
 
@@ -89,7 +90,11 @@ class Report {
       : files_(flight::read_folder(folder)),
         size_(files_.begin()->second.size),
         stuck_(find_stuck(files_)) {
-    for (int rank = 0; rank < size_; ++rank) {
+    std::set<int> expected;  // ranks of other meshes may have nothing to record
+    for (const auto& [rank, file] : files_) {
+      for (const auto& one : file.sources) expected.insert(one.ranks.begin(), one.ranks.end());
+    }
+    for (const int rank : expected) {
       if (!files_.contains(rank)) missing_.insert(rank);
     }
     text_ << "flight records of " << files_.size() << " of " << size_ << " ranks\n";
@@ -100,7 +105,7 @@ class Report {
     add_last_common();
   }
   [[nodiscard]] FlightFindings findings() const {
-    return {text_.str(), missing_.empty() && stuck_.empty()};
+    return {text_.str(), missing_.empty() && stuck_.empty() && !has_error_};
   }
 
  private:
@@ -115,8 +120,12 @@ class Report {
     for (const auto& [rank, file] : files_) {
       if (!file.error.empty()) errors[file.error].insert(rank);
     }
-    for (const auto& [error, some] : errors)
-      text_ << "error on " << ranks(some) << ": " << error << "\n";
+    has_error_ = !errors.empty();
+    std::size_t count = 0;
+    for (const auto& [error, some] : errors) {
+      if (count++ < kMostLines) text_ << "error on " << ranks(some) << ": " << error << "\n";
+    }
+    if (count > kMostLines) text_ << "and " << count - kMostLines << " errors more\n";
   }
 
   // The one that began first comes first.
@@ -137,8 +146,8 @@ class Report {
     }
   }
 
-  // Those without a record, which are gone or stopped. Else who had not come and did not wait for
-  // others itself.
+  // Who had not come and did not wait for others itself; else those without a record, which are
+  // gone or stopped.
   [[nodiscard]] std::set<int> awaited() const {
     std::set<int> unknown;
     std::set<int> not_come;
@@ -146,17 +155,18 @@ class Report {
       not_come.insert(stuck.not_come.begin(), stuck.not_come.end());
       unknown.insert(stuck.unknown.begin(), stuck.unknown.end());
     }
-    if (!unknown.empty()) return unknown;
     for (const auto& [place, stuck] : stuck_) {
       for (const int rank : stuck.in_it) not_come.erase(rank);
     }
-    return not_come;
+    return not_come.empty() ? unknown : not_come;
   }
 
   void add_waited_for() {
     const std::set<int> awaited = this->awaited();
     if (awaited.empty()) {
-      text_ << (stuck_.empty() ? "no rank waited for another\n" : "each rank waited for another\n");
+      text_ << (!stuck_.empty() ? "each rank waited for another\n"
+                : has_error_    ? "every rank had come to what the others had begun\n"
+                                : "no rank waited for another\n");
       return;
     }
     text_ << "the others waited for " << ranks(awaited) << "\n";
@@ -193,6 +203,7 @@ class Report {
   int size_;
   std::map<Place, Stuck> stuck_;
   std::set<int> missing_;
+  bool has_error_ = false;
   std::ostringstream text_;
 };
 

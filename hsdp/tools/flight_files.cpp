@@ -41,6 +41,7 @@ RankFile read(const Json& record) {
     Source source{one.at("name"), one.at("shard"), one.at("ranks"), 0};
     if (source.shard < 1) throw Error("a shard of " + std::to_string(source.shard));
     source.namesake = namesakes[source]++;
+    file.sources.push_back(source);
     sources[one.at("source")] = source;
   }
   std::map<Place, int> repeats;
@@ -80,8 +81,9 @@ RankFile read(const std::filesystem::path& path) {
   } catch (const std::exception& error) {
     refuse("one that lacks something (" + std::string(error.what()) + ")");
   }
+  constexpr int kMostRanks = 1'000'000;
   if (path.filename() != "rank_" + std::to_string(file.rank) + ".json" || file.rank < 0 ||
-      file.rank >= file.size) {
+      file.rank >= file.size || file.size > kMostRanks) {
     refuse("one of " + comm::ranks_text({file.rank}, file.size));
   }
   return file;
@@ -94,9 +96,9 @@ bool is_record_name(const std::string& name) {
 }  // namespace
 
 std::optional<Partners> partners_of(const std::string& kind) {
-  if (kind == "shard_hop" || kind == "gather" || kind == "norm") return Partners::kShardGroup;
+  if (kind == "shard_hop" || kind == "gather") return Partners::kShardGroup;
   if (kind == "replica_hop") return Partners::kReplicateGroup;
-  if (kind == "word") return Partners::kMesh;
+  if (kind == "norm" || kind == "word") return Partners::kMesh;
   return std::nullopt;
 }
 

@@ -54,6 +54,7 @@ struct RankFile {
   std::string error;
   double written_s = 0;
   bool is_cut = false;  // there were more operations
+  std::vector<Source> sources;
   std::vector<Operation> operations;
   std::map<Place, const Operation*> by_place;
 };

@@ -87,7 +87,9 @@ json parse(const std::filesystem::path& path, const std::string& header) {
 }
 
 std::uint64_t whole(const std::filesystem::path& path, const json& value) {
-  if (!value.is_number_unsigned()) refuse(path, "sizes of at least 0", "other values");
+  if (!value.is_number_unsigned() || value.get<std::uint64_t>() > std::uint64_t{INT64_MAX}) {
+    refuse(path, "sizes of at least 0", "other values");
+  }
   return value.get<std::uint64_t>();
 }
 

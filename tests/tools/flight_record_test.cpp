@@ -13,6 +13,7 @@
 #include <thread>
 
 #include "hsdp/error.h"
+#include "hsdp/row_reducer.h"
 #include "tests/support/process_ranks.h"
 #include "tests/support/reducer_step.h"
 #include "tests/support/temporary_directory.h"
@@ -284,6 +285,85 @@ TEST_F(FlightRecord, IsWrittenOnACall) {
   EXPECT_EQ(kinds["gather"], 1);
   EXPECT_EQ(kinds["norm"], 1);
   EXPECT_EQ(kinds["replica_hop"], 0);
+}
+
+// FSDP2's models have no Reducer.
+TEST_F(FlightRecord, OfAReplicaHookIsWrittenOnASignal) {
+  const auto outcomes = run_processes(2, options(), [&](int rank) {
+    const Mesh mesh = mesh_of({.replicate = 2, .shard = 1});
+    RowReducer hook(mesh, {{.name = "row", .count = 4}});
+    ::raise(SIGUSR1);
+    const bool is_written = await_record(rank);
+    mesh.world().barrier();
+    return is_written ? 0 : 1;
+  });
+  for (const RankOutcome& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
+}
+
+TEST_F(FlightRecord, OfAnEarlierRunGoes) {
+  write("rank_0.json", "of an earlier run");
+  write("rank_7.json", "of a larger one");
+  const auto outcomes = run_processes(1, options(), [&](int) {
+    const Mesh mesh = mesh_of({1, 1});
+    const Reducer first(mesh);
+    const bool is_there = has_record(0);
+    write("rank_0.json", "of this one");
+    const Reducer second(mesh);
+    return !is_there && has_record(0) ? 0 : 1;
+  });
+  EXPECT_TRUE(outcomes[0].ok()) << outcomes[0].error;
+  EXPECT_TRUE(has_record(7)) << "nobody knows whose that is";
+}
+
+// Written by hand: what ranks of a job leave that were asked at different times.
+json hand_written(int rank, double wall_s, const std::vector<int>& ranks, int words,
+                  const std::string& last_state = "done", const std::string& error = "") {
+  json one{
+      {"format", "hsdp flight record"},
+      {"version", 1},
+      {"rank", rank},
+      {"size", 4},
+      {"host", "here"},
+      {"process", 1},
+      {"engine", "host"},
+      {"replicate", 1},
+      {"shard", 2},
+      {"reason", "signal"},
+      {"error", error},
+      {"steady_s", 0.0},
+      {"wall_s", wall_s},
+      {"waits", json::array()},
+      {"sources",
+       json::array(
+           {{{"source", 0}, {"name", "net"}, {"replicate", 1}, {"shard", 2}, {"ranks", ranks}}})},
+      {"operations", json::array()}};
+  for (int n = 0; n < words; ++n) {
+    one["operations"].push_back({{"number", n},
+                                 {"source", 0},
+                                 {"kind", "word"},
+                                 {"step", n},
+                                 {"state", n + 1 < words ? "done" : last_state},
+                                 {"begin_s", n - wall_s},
+                                 {"end_s", n - wall_s}});
+  }
+  return one;
+}
+
+TEST_F(FlightRecord, OfOtherMomentsBlamesNobody) {
+  write("rank_0.json", hand_written(0, 2.5, {0, 1}, 3).dump());
+  write("rank_1.json", hand_written(1, 6.5, {0, 1}, 7, "begun").dump());
+  const Findings findings = check();  // ranks 2 and 3 have no Reducer
+  EXPECT_EQ(findings.status, 0) << findings.text;
+  EXPECT_THAT(findings.text, HasSubstr("no rank waited for another"));
+}
+
+TEST_F(FlightRecord, WithAnErrorIsNoCleanOne) {
+  write("rank_0.json", hand_written(0, 9, {0, 1}, 3, "begun", "timeout").dump());
+  write("rank_1.json", hand_written(1, 9, {0, 1}, 3, "begun", "timeout").dump());
+  const Findings findings = check();
+  EXPECT_EQ(findings.status, 1) << findings.text;
+  EXPECT_THAT(findings.text, AllOf(HasSubstr("error on ranks 0, 1 of 4: timeout"),
+                                   HasSubstr("every rank had come")));
 }
 
 TEST_F(FlightRecord, SaysWhatCannotBeWritten) {

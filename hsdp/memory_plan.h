@@ -30,9 +30,8 @@ struct MemoryPlan {
   std::int64_t resident_bytes = 0;  // the sum of the above
   // Beside these while a gather runs: the largest message of each gather that there is already.
   std::int64_t parameter_gather_bytes = 0;
-  std::int64_t shard_hop_bytes = 0;  // of each microbatch that is reduced
-  // Of each step, without norms over the mesh; of LoCo, after its warm-up.
-  std::int64_t replica_hop_bytes = 0;
+  std::int64_t shard_hop_bytes = 0;    // of each microbatch that is reduced
+  std::int64_t replica_hop_bytes = 0;  // of each step; of LoCo, after its warm-up
 };
 
 // Calls visit(name, value) for every field, in their order.

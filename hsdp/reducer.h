@@ -23,14 +23,11 @@
 //   call                                            from          on every rank      waits for
 //                                                                 in the same order  the GPU
 //   gradient_ready, reject_gradient                 any thread    no                 no
-//   construction, register_parameter, prepare,      one thread    yes                no
-//     set_partial_sync, add_party, microbatches,    at a time
-//     windows, finish, discard, gather_*,
-//     Event grad_norm, clip_*, found_inf
-//   double grad_norm, clip_grad_norm,               one thread    yes                yes
-//     bool found_inf, close                         at a time
-//   partial_shard, local_sum as vectors,            one thread    no; over the mesh  yes
-//     save_digest, save_snapshot                    at a time     save_snapshot
+//   construction, the first begin_microbatch,       one thread    yes                no
+//     microbatches, windows, finish, discard,       at a time
+//     gather_*, grad_norm, clip_*, found_inf
+//   what returns a number or a vector,              one thread    as above           yes
+//     save_snapshot, save_digest, close             at a time
 //   everything else                                 one thread    no                 no
 //                                                   at a time
 //
@@ -193,8 +190,8 @@ class Reducer {
   // ranks agree on the step, so it may be called twice.
   void finish();
   void discard();  // drops the pending carry or the last result, if there is one
-  // As the destructor, and waits for snapshots. Every later call except stats() and memory_plan()
-  // is a UsageError, and another Reducer may use the replica hop.
+  // As the destructor, and waits for snapshots. Every later call except stats() is a UsageError,
+  // and another Reducer may use the replica hop.
   void close();
 
   // Between steps: frees local sums and mid-step totals, which are kept for later steps. Waits

@@ -36,7 +36,7 @@ struct ReducerStats {
   double shard_hop_s = 0;
   double replica_hop_s = 0;
   double gather_s = 0;
-  double update_s = 0;   // of optimizers; one over several Reducers counts for the first
+  double update_s = 0;   // of zero::AdamW
   double waiting_s = 0;  // of the calling threads, for the library
 
   std::int64_t carry_bytes = 0;        // fp32 or f64 carry, also the result

@@ -352,12 +352,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """This rank's slice of a parameter in fp32, or in the dtype of a float64 or complex one, flat (with
         layout "whole" of the parameter's shape, on the rank that has it): what the optimizer updates. To
         be written between steps; the whole parameter follows at the next one on every rank. Ask for it
-        anew after each step. Local. What somebody else has written to the parameter since the last step
-        is taken over at the next one.
+        anew after each step. Local. Elements of the parameter that other code has written since the last
+        step are taken over at the next one.
         """
         self._bind_moved()
         self._units.expire()
         one = self._find(parameter)
+        for masters in self._masters:
+            masters.lend(one)
         master = one.master.detach()
         return master.view(parameter.shape) if one.is_whole and one.is_here else master
 
@@ -372,8 +374,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         names = {shard.name for shard in self._shards}
         if len(names) < len(self._shards):
             refuse("parameters of different names in several Reducers", "a name twice")
-        with torch.no_grad():
-            self._bind_moved()
+        self._bind_moved()
+        with self._ending_the_mesh("whole_parameters"), torch.no_grad():
             self._kept.read_copied()
             self._units.read_written()
             parts = {s: s.own for s in self._shards if not s.has_own_master}
@@ -578,7 +580,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # What this rank has updated is all ranks' from here on.
     def _start_gather(self) -> None:
         for masters in self._masters:
-            masters.mark_rounded()
             masters.load_parameters()
         self._gather.start()
         self._units.updated()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 
+from hsdp import _hsdp
 from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.torch import private_torch
 from hsdp.torch.complex_values import mark_of
 from hsdp.torch.slices.optimizer_probe import ProbedStates
 from hsdp.torch.value_digests import differ
+
+_CHUNK = 1 << 18  # elements
 
 
 def refuse(expected: str, got: str) -> NoReturn:
@@ -275,53 +278,116 @@ class SliceMasters:
         """The values that `reread` would set; read-only. Does not change the masters."""
         return list(self._flat.split(self._counts))
 
+    def lend(self, one: ParameterSlice) -> None:
+        """Called before others may write to the master of `one`."""
+
     def mark_rounded(self) -> None:
         """Called when the parameters have the masters' values, or will get them from the gather."""
 
     def load_parameters(self) -> None:
-        """Copies offloaded masters to where gathers read."""
+        """Called before a gather of the masters' values. Copies them to where it reads, if that is elsewhere."""
 
 
 class Masters(SliceMasters):
-    """Masters of parameters that are not released, and what they were rounded to."""
+    """Masters of parameters that are not released. A digest of what they were rounded to tells whether
+    others have written to the parameters since.
+
+    [Note: which values others have written]
+    """
 
     def __init__(self, slices: list[ParameterSlice]) -> None:
         super().__init__(slices)
-        self._rounded = self._read()
-        self._flat.copy_(self._rounded)
+        self._dtype = slices[0].own.dtype
+        #: of masters that others may have written to: what they were rounded to
+        self._lent: dict[ParameterSlice, torch.Tensor] = {}
+        self._flat.copy_(self._read())
+        self._wrote_both = torch.zeros((), dtype=torch.bool, device=self._flat.device)
+        self._seen = torch.zeros_like(self._wrote_both, device="cpu", pin_memory=self._flat.is_cuda)
+        self.mark_rounded()
 
     def _read(self) -> torch.Tensor:
-        now = self._empty(self.slices[0].own.dtype)
+        now = self._empty(self._dtype)
         private_torch.foreach_copy_(list(now.split(self._counts)), [one.own for one in self.slices])
         return now
 
-    # Takes over elements written since they were rounded.
-    def _with_written(self, now: torch.Tensor) -> torch.Tensor:
-        written = differ(now, self._rounded)
-        if self._flat.is_cuda or bool(written.any()):
-            return torch.where(written, now.to(self._flat.dtype), self._flat)
-        return self._flat
+    def _rounded(self) -> torch.Tensor:
+        return self._empty(self._dtype).copy_(self._flat)
+
+    # On the host in chunks, which stay in a cache.
+    def _rounded_pieces(self) -> Iterator[torch.Tensor]:
+        if self._flat.is_cuda:
+            yield self._rounded()
+            return
+        chunk = torch.empty(min(_CHUNK, self._flat.numel()), dtype=self._dtype)
+        for part in self._flat.split(self._counts):
+            for values in part.split(_CHUNK):
+                yield chunk[: values.numel()].copy_(values)
+
+    # A GPU gets one kernel for all slices, on the host each has places of its own.
+    def _pieces(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [values] if values.is_cuda else values.split(self._counts)
+
+    def _digest(self, pieces: Iterable[torch.Tensor]) -> torch.Tensor:
+        digest = torch.zeros(1, dtype=torch.int64, device=self._flat.device)
+        mesh = None if self._offloaded else self.slices[0].reducer.mesh._handle
+        place = 0
+        for values in pieces:
+            place = _hsdp.add_digest(mesh, values.view(torch.uint8), digest, place)
+        return digest
+
+    # The masters, with elements taken over that others have written to the parameters. Waits for no GPU.
+    def _with_written(self) -> torch.Tensor:
+        is_here = not self._offloaded and not self._flat.is_cuda
+        now = None if is_here else self._read()
+        pieces = [one.own for one in self.slices] if now is None else self._pieces(now)
+        is_written = self._digest(pieces) != self._expected
+        if not self._flat.is_cuda and not is_written:
+            return self._flat
+        now = self._read() if now is None else now
+        rounded = self._rounded()
+        parts = dict(zip(self.slices, rounded.split(self._counts), strict=True))
+        for one, was in self._lent.items():
+            parts[one].copy_(was)
+        written = differ(now, rounded)
+        is_changed = self._digest(self._pieces(rounded)) != self._expected
+        self._require_one(written.any() & is_written & is_changed)
+        return torch.where(written & is_written, now.to(self._flat.dtype), self._flat)
+
+    # On a GPU it hears of this a step later, so that nothing waits.
+    def _require_one(self, wrote_both: torch.Tensor) -> None:
+        self._wrote_both |= wrote_both.squeeze()
+        self._seen.copy_(self._wrote_both, non_blocking=True)
+        if self._seen:
+            refuse(
+                "masters to be written through optimizer.master(parameter) or load_state_dict()",
+                "masters written by other code, and parameters as well, since the last step",
+            )
 
     def reread(self) -> None:
         """Takes over elements written since they were rounded."""
-        now = self._read()
-        current = self._with_written(now)
+        current = self._with_written()
         if current is not self._flat:
             self._flat.copy_(current)
-            self._rounded = now
 
     def current(self) -> list[torch.Tensor]:
         """Includes such elements."""
-        return list(self._with_written(self._read()).split(self._counts))
+        return list(self._with_written().split(self._counts))
+
+    def lend(self, one: ParameterSlice) -> None:
+        """Keeps what the master was rounded to, until the next step."""
+        if one in self.slices and one not in self._lent:
+            self._lent[one] = one.master.detach().reshape(-1).to(self._dtype)
 
     def mark_rounded(self) -> None:
         """Later writes are detected by comparison with this."""
-        self._rounded.copy_(self._flat)
+        self._expected = self._digest(self._rounded_pieces())
+        self._lent.clear()
 
     def load_parameters(self) -> None:
         """Gathers read the own slices."""
+        self.mark_rounded()
         if self._offloaded:
-            parts = list(self._rounded.split(self._counts))
+            parts = list(self._rounded().split(self._counts))
             private_torch.foreach_copy_([one.own for one in self.slices], parts)
 
 

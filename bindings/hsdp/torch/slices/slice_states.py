@@ -173,10 +173,11 @@ def held_bytes(one: ParameterSlice, state: Mapping[str, Any]) -> int:
     for key, value in state.items():
         if key != MASTER and isinstance(value, torch.Tensor):
             kept += 0 if isinstance(value, FlatSlice) else value.nbytes
-    if one.has_own_master:  # also what it was rounded to, and an offloaded gradient
-        own = one.master_dtype.itemsize
-        kept += one.count * (own + own * one.offloaded)
-        if not one.is_part and (one.offloaded or not one.is_released):  # else it is the parameter
+    if one.has_own_master:
+        kept += one.count * one.master_dtype.itemsize
+    if one.offloaded:  # a gradient, and at stage 3 what gathers read
+        kept += one.count * one.master_dtype.itemsize
+        if one.is_released and not one.is_part:
             kept += one.count * one.parameter.itemsize
     return kept
 

@@ -201,7 +201,7 @@ class AdamWRow:
 ADAMW_ROWS = tuple(
     AdamWRow(dtype, title, stage, gradients, states)
     for dtype, whole_states, sliced_states in (
-        (torch.float32, Bytes(8), Bytes(0, 8)), (torch.bfloat16, Bytes(4), Bytes(0, 14))
+        (torch.float32, Bytes(8), Bytes(0, 8)), (torch.bfloat16, Bytes(4), Bytes(0, 12))
     )
     for title, stage, gradients, states in (
         ("`torch.optim.AdamW`", None, Bytes(dtype.itemsize, 4), whole_states),

@@ -15,6 +15,7 @@
 #include "hsdp/comm/rendezvous/launch_environment.h"
 #include "hsdp/comm/timeout_range.h"
 #include "hsdp/error.h"
+#include "hsdp/log.h"
 
 namespace hsdp {
 namespace {
@@ -104,6 +105,21 @@ std::vector<int> world_order(const MeshOptions& options, int job_rank, int job_s
   return order;
 }
 
+// The transports are those of this rank.
+void log_mesh(const Mesh& mesh, const MeshOptions& options, int job_size) {
+  if (mesh.rank() != 0 || !is_logged(LogLevel::kInfo)) return;
+  const comm::Control& control = mesh.world().engine()->control();
+  std::set<int> hosts;
+  for (const int rank : mesh.world().world_ranks()) hosts.insert(control.host_of(rank));
+  const auto over = [](const Communicator& group) { return std::string(name(group.transport())); };
+  log_line(LogLevel::kInfo,
+           "mesh " + size_text(options) + ": ranks " + std::to_string(mesh.size()) + " of " +
+               std::to_string(job_size) + ", hosts " + std::to_string(hosts.size()) + ", engine " +
+               std::string(mesh.world().engine_name()) + ", device " + to_string(mesh.device()) +
+               ", shard group over " + over(mesh.shard_group()) + ", replicate group over " +
+               over(mesh.replicate_group()));
+}
+
 constexpr std::string_view kRanksFollow = " of job ranks";
 
 std::string describe(const MeshOptions& options, const std::vector<int>& order) {
@@ -166,6 +182,7 @@ Mesh::Mesh(const Communicator& job, const MeshOptions& options)
     check_sizes(options);
     check_timeout(options);
     check_engine(options, job.engine_name());
+    read_log_level();
     order = world_order(options, job.rank(), job.size());
   } catch (const UsageError& error) {
     fault = error.what();
@@ -183,6 +200,7 @@ Mesh::Mesh(const Communicator& job, const MeshOptions& options)
   state.world = parent.split(order.front(), state.rank);
   state.shard_group = state.world.split(replica(), shard_rank());
   state.replicate_group = state.world.split(shard_rank(), replica());
+  log_mesh(*this, options, job.size());
 }
 
 Mesh::State& Mesh::state() const {

@@ -1,6 +1,7 @@
 #include "quant/loco_hop.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cmath>
@@ -12,6 +13,7 @@
 #include <utility>
 
 #include "hsdp/error.h"
+#include "hsdp/log.h"
 #include "quant/hop_errors.h"
 #include "quant/hop_figures.h"
 #include "quant/hop_state.h"
@@ -427,11 +429,13 @@ void LocoHop::Parts::take_figures() {
   };
   const QuantizationError& worst = *std::ranges::max_element(taken, {}, error_of);
   if (error_of(worst) > kHighError && !std::exchange(has_warned, true)) {
-    std::fprintf(stderr,
-                 "hsdp: loco: '%s': quantization changed its gradient by %.2f of its norm in step "
-                 "%lld: expected 0.08 to 0.17; name it in exclude, or use a smaller group_size or "
-                 "bits=8\n",
-                 worst.parameter.c_str(), error_of(worst), static_cast<long long>(steps.load()));
+    std::array<char, 16> change{};
+    std::snprintf(change.data(), change.size(), "%.2f", error_of(worst));
+    log_line(LogLevel::kWarning, "loco: '" + worst.parameter +
+                                     "': quantization changed its gradient by " + change.data() +
+                                     " of its norm in step " + std::to_string(steps.load()) +
+                                     ": expected 0.08 to 0.17; name it in exclude, or use a "
+                                     "smaller group_size or bits=8");
   }
   const std::scoped_lock lock(mutex);
   quantization_error = std::move(taken);

@@ -20,6 +20,7 @@ from hsdp.comparison import Comparison, ErrorHistogram, ParameterDifference, com
 from hsdp.errors import (
     Error, MismatchError, PeerLostError, SnapshotError, StepAbortedError, TimeoutError, UsageError,
 )
+from hsdp.log_sink import use_logging as _use_logging
 from hsdp.memory_plan import MemoryPlan
 from hsdp.mesh import Mesh, init_mesh, job_size
 from hsdp.parameter import Balance, Parameter, Slice
@@ -32,6 +33,7 @@ from hsdp.torch_memory import use_torch_memory as _use_torch_memory
 from hsdp.uneven import uneven
 
 _use_torch_memory()
+_use_logging()
 
 __all__ = [
     "Array",

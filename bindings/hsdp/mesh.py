@@ -16,6 +16,7 @@ from hsdp.current_stream import CurrentStream
 from hsdp.errors import Error, UsageError
 from hsdp.framework import current_device, is_distributed, of_torch
 from hsdp.keyword_hints import MESH, hinting
+from hsdp.log_sink import follow_logger
 from hsdp.options import Engine
 
 
@@ -197,6 +198,7 @@ def init_mesh(
     on rank or size; MismatchError if ranks ask for different meshes; TimeoutError if a rank does not
     come. Ctrl-C while waiting abandons the attempt; the process should then end.
     """
+    follow_logger()
     rows, columns = _whole("replicate", replicate), _whole("shard", shard)
     table = [] if ranks is None else [[_whole("ranks", rank) for rank in row] for row in ranks]
     where = "cpu" if device is None else str(device)

@@ -18,6 +18,7 @@ from hsdp.dtypes import DtypeLike, registered, wire_text
 from hsdp.errors import Error, UsageError, reason_of
 from hsdp.framework import Module, of_torch
 from hsdp.keyword_hints import REDUCER, hinting
+from hsdp.log_sink import follow_logger
 from hsdp.mesh import as_mesh
 from hsdp.named_errors import naming, naming_itself, who_of
 from hsdp.open_reducers import open_reducers
@@ -106,6 +107,7 @@ class Reducer(ReducerResults, Closing):
         shard_over: ShardOver = "shard",
         name: str | None = None,
     ) -> None:
+        follow_logger()
         self._name = name or None
         self._who = who_of([name])
         own_mesh = as_mesh(

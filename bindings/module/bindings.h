@@ -18,6 +18,7 @@ namespace hsdp::python {
 
 void bind_errors(pybind11::module_& module);
 void bind_memory_source(pybind11::module_& module);
+void bind_log_sink(pybind11::module_& module);
 void bind_mesh(pybind11::module_& module);
 void bind_communicator(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
@@ -35,6 +36,7 @@ inline void bind_parts(pybind11::module_& module) {
   bind_errors(module);
   bind_memory(module);
   bind_memory_source(module);
+  bind_log_sink(module);
   bind_mesh(module);
   bind_communicator(module);
   bind_reducer(module);

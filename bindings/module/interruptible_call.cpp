@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "bindings/module/held_object.h"
+#include "bindings/module/log_sink.h"
 #include "hsdp/comm/fork_guard.h"
 #include "hsdp/error.h"
 
@@ -171,6 +172,7 @@ void run_released(std::function<void()> task) {
     task = nullptr;
   }
   release_held();
+  write_kept_lines();
 }
 
 bool in_released_call() { return serving.call != nullptr || in_task_here; }
@@ -217,6 +219,7 @@ void run_interruptibly(std::function<void()> task, const Interrupt& interrupt) {
   }
   calls.busy = false;
   release_held();
+  write_kept_lines();
   if (call->error) std::rethrow_exception(std::exchange(call->error, nullptr));
 }
 

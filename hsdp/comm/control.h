@@ -73,6 +73,8 @@ class Control {
   [[nodiscard]] virtual bool shares_memory_with(int peer) const = 0;
   // Whether all ranks are threads of this process: memory then needs no segment.
   [[nodiscard]] virtual bool in_process() const = 0;
+  // Numbers the hosts of the world, as far as ranks can tell them apart.
+  [[nodiscard]] virtual int host_of(int /*peer*/) const { return 0; }
   // The address by which peers on other hosts reach this rank (numeric IP), for data listeners.
   [[nodiscard]] virtual std::string address() const = 0;
   // Proves both ends of a fresh TCP data connection; empty when no secret is needed (one host).

@@ -1,6 +1,10 @@
 #include "hsdp/reducer/steps.h"
 
 #include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstdio>
+#include <set>
 #include <utility>
 
 #include "hsdp/comm/control.h"
@@ -9,6 +13,7 @@
 #include "hsdp/error.h"
 #include "hsdp/index_check.h"
 #include "hsdp/kernels/cast_and_pack.h"
+#include "hsdp/log.h"
 
 namespace hsdp::reducer {
 
@@ -18,6 +23,52 @@ WordNames word_names(const ReducerOptions& options) {
   WordNames names;
   names.component = title(options);
   return names;
+}
+
+std::string mib_text(std::int64_t bytes) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.2f", static_cast<double>(bytes) / (1 << 20));
+  return text.data();
+}
+
+// "carry 4.00, staging 2.00"
+std::string memory_text(const MemoryCount& memory) {
+  constexpr std::array<std::pair<MemoryKind, const char*>, 5> kNames{
+      {{MemoryKind::kCarry, "carry"},
+       {MemoryKind::kStaging, "staging"},
+       {MemoryKind::kReplicaHop, "replica hop"},
+       {MemoryKind::kOptimizer, "optimizer"},
+       {MemoryKind::kScratch, "scratch"}}};
+  std::string text;
+  for (const auto& [kind, its_name] : kNames) {
+    const std::int64_t bytes = memory.of(kind).live;
+    if (bytes == 0) continue;
+    text += (text.empty() ? "" : ", ") + std::string(its_name) + " " + mib_text(bytes);
+  }
+  return text;
+}
+
+void log_layout(const ReducerOptions& options, const ParameterTable& parameters,
+                const BucketLayout& layout, const MemoryCount& memory) {
+  std::int64_t elements = 0;
+  std::int64_t buckets = 0;
+  std::set<std::string_view> wires;
+  for (const Bucket& bucket : layout.buckets()) {
+    if (bucket.count == 0) continue;
+    elements += bucket.count;
+    ++buckets;
+    wires.insert(name(bucket.wire_dtype));
+  }
+  std::string wire;
+  for (const std::string_view one : wires) wire += (wire.empty() ? "" : " and ") + std::string(one);
+  const std::string hop_wire =
+      options.replica_dtype ? " in " + std::string(name(*options.replica_dtype)) : "";
+  log_line(LogLevel::kInfo, title(options) + ": buckets " + std::to_string(buckets) +
+                                " of at most " + mib_text(layout.max_bucket_bytes()) +
+                                " MiB, parameters " + std::to_string(parameters.size()) +
+                                ", elements " + std::to_string(elements) + ", wire " + wire +
+                                ", replica hop " + options.replica_hop->describe() + hop_wire +
+                                ", MiB on this rank: " + memory_text(memory));
 }
 
 }  // namespace
@@ -93,7 +144,10 @@ void Steps::prepare() {
   } else {
     options_.replica_hop->set_unused();
   }
+  if (logs(LogLevel::kInfo)) log_layout(options_, parameters_, frozen_->layout(), memory_);
 }
+
+bool Steps::logs(LogLevel level) const { return groups_.world.rank() == 0 && is_logged(level); }
 
 TensorView Steps::local_sum(int parameter) {
   check_usable("local_sum");
@@ -629,6 +683,14 @@ void Steps::close_and_send(const char* call, std::int64_t backwards) {
   collector.end();
   frozen_->pipeline().end({.word = word, .plan = plan_, .words = words});
   ledger_.end(*plan_);
+  if (plan_->ends_step() && logs(LogLevel::kDebug)) {
+    std::array<char, 32> waited{};
+    std::snprintf(waited.data(), waited.size(), "%.3f",
+                  groups_.operations.seconds(OperationKind::kWait));
+    log_line(LogLevel::kDebug, title(options_) + ": step " + std::to_string(plan_->step) +
+                                   ", microbatches " + std::to_string(plan_->microbatch + 1) +
+                                   ", this rank waited " + waited.data() + " s so far");
+  }
 }
 
 StatusWord Steps::word_of(const char* call, const MicrobatchPlan& plan) const {

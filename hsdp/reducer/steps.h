@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "hsdp/error.h"
+#include "hsdp/log.h"
 #include "hsdp/reducer.h"
 #include "hsdp/reducer/frozen.h"
 #include "hsdp/reducer/groups.h"
@@ -97,6 +98,7 @@ class Steps {
  private:
   using Phase = StepLedger::Phase;
 
+  [[nodiscard]] bool logs(LogLevel level) const;  // on this rank
   void check_failure(std::string_view call);
   void raise_failure(std::string_view call);
   void raise_drop();

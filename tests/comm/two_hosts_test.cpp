@@ -82,6 +82,7 @@ TEST_F(TwoHostsTest, DescriptorsPassWithinAHostOnly) {
     const auto control = connect();
     for (int peer = 0; peer < 4; ++peer) {
       if (control->shares_memory_with(peer) != (peer / 2 == rank / 2)) return 1;
+      if (control->host_of(peer) != peer / 2) return 5;
     }
     if (control->address() != "10.77.0." + std::to_string(rank / 2 + 1)) return 2;
     const std::vector<int> local{rank / 2 * 2, rank / 2 * 2 + 1};

@@ -30,6 +30,9 @@ class ProcessControl final : public RankControl {
 
   [[nodiscard]] bool shares_memory_with(int peer) const override;
   [[nodiscard]] bool in_process() const override { return size() == 1; }
+  [[nodiscard]] int host_of(int peer) const override {
+    return size() == 1 ? 0 : hosts_.at(static_cast<std::size_t>(peer));
+  }
   [[nodiscard]] std::string address() const override { return address_; }
   [[nodiscard]] const std::string& secret() const override { return secret_; }
 
@@ -63,6 +66,7 @@ class ProcessControl final : public RankControl {
   std::string process_ = random_secret();  // the same in a second attempt, not in a second process
   std::string host_;
   std::vector<bool> shares_;
+  std::vector<int> hosts_;  // [rank], numbered; empty where it is alone
   std::unique_ptr<ControlLoop> loop_;
 };
 

@@ -6,7 +6,9 @@
 #include <cerrno>
 #include <chrono>
 #include <exception>
+#include <map>
 #include <numeric>
+#include <string_view>
 #include <utility>
 
 #include "hsdp/comm/control/process_control.h"
@@ -118,6 +120,10 @@ void ProcessControl::meet(const LaunchEnvironment& launch, Clock::time_point end
   const WelcomeFrame welcome = state()->await_welcome();
   if (secret_.empty()) secret_ = welcome.secret;
   if (size() == 1) return;
+  std::map<std::string_view, int> numbers;
+  for (const std::string& host : welcome.hosts) {
+    hosts_.push_back(numbers.emplace(host, static_cast<int>(numbers.size())).first->second);
+  }
   connect_descriptors(launch, welcome.hosts, end);
   enter_tree(launch, ControlTree(welcome.hosts), end);
 }

@@ -1,0 +1,77 @@
+#include "bindings/module/log_sink.h"
+
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/module/bindings.h"
+#include "hsdp/log.h"
+
+namespace hsdp::python {
+namespace {
+
+namespace py = pybind11;
+
+struct KeptLines {
+  std::atomic<bool> any{false};
+  std::mutex mutex;
+  std::vector<std::pair<LogLevel, std::string>> lines;
+  py::handle writer;  // guarded by the GIL
+};
+
+// Never destroyed: threads of the library may still write while the process exits.
+KeptLines& kept_lines() {
+  static auto* const instance = new KeptLines;
+  return *instance;
+}
+
+void keep(LogLevel level, std::string line) {
+  KeptLines& kept = kept_lines();
+  const std::scoped_lock lock(kept.mutex);
+  kept.lines.emplace_back(level, std::move(line));
+  kept.any = true;
+}
+
+}  // namespace
+
+void write_kept_lines() {
+  KeptLines& kept = kept_lines();
+  if (!kept.any) return;
+  std::vector<std::pair<LogLevel, std::string>> lines;
+  {
+    const std::scoped_lock lock(kept.mutex);
+    lines.swap(kept.lines);
+    kept.any = false;
+  }
+  for (const auto& [level, line] : lines) {
+    try {
+      kept.writer(static_cast<int>(level), line);
+    } catch (py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) PyErr_SetInterrupt();  // Ctrl-C: for the program
+      error.discard_as_unraisable("hsdp.log_sink");
+    }
+  }
+}
+
+void bind_log_sink(py::module_& module) {
+  module.def(
+      "set_log_writer",
+      [](const py::function& writer) { kept_lines().writer = py::object(writer).release(); },
+      py::arg("writer"), "Who gets lines: writer(level, line).");
+  module.def(
+      "set_log_level", [](int level) { set_log_sink(keep, level); }, py::arg("level"),
+      "From which level on it does.");
+  module.def(
+      "end_log",
+      [] {
+        set_log_sink(nullptr, 0);
+        write_kept_lines();
+      },
+      "Hands over what is left; later lines go to stderr.");
+}
+
+}  // namespace hsdp::python

@@ -1,0 +1,25 @@
+// What a job says while it runs, a line each: what was made at kInfo, each step at kDebug. Lines go
+// to stderr, or to the sink that the Python package sets.
+//
+// Without a sink stderr gets warnings, and what HSDP_LOG asks for. Make a text only where
+// is_logged() says so: it is a few loads. Thread-safe.
+#pragma once
+
+#include <string>
+
+namespace hsdp {
+
+enum class LogLevel { kDebug = 10, kInfo = 20, kWarning = 30 };  // the numbers of Python's logging
+
+// Obeys HSDP_LOG from now on; UsageError for a value that is neither info nor debug.
+void read_log_level();
+[[nodiscard]] bool is_logged(LogLevel level);
+// Nothing where it is not logged. `text` gets "hsdp: " in front.
+void log_line(LogLevel level, const std::string& text);
+
+// Lines of at least `level` go to `sink`, which any thread may call at any time, and warnings below
+// it nowhere. nullptr: none.
+using LogSink = void (*)(LogLevel level, std::string line);
+void set_log_sink(LogSink sink, int level);
+
+}  // namespace hsdp

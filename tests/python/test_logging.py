@@ -1,0 +1,164 @@
+"""One line for what was made, from rank 0 alone: in Python's logging, or on stderr by HSDP_LOG."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Launcher
+from one_rank import add_gradient
+
+import hsdp
+from hsdp import _hsdp, log_sink
+
+SIZE = 1 << 20
+MESH = (
+    "hsdp: mesh 2 x 2: ranks 4 of 4, hosts 1, engine host, device cpu, "
+    "shard group over shared memory, replicate group over shared memory"
+)
+LAYOUT = (
+    "hsdp: reducer 'net': buckets 2 of at most 2.00 MiB, parameters 2, elements 1048579, wire bf16 and f32, "
+    "replica hop plain, MiB on this rank: carry 2.00, staging 4.00"
+)
+STEP = r"hsdp: reducer 'net': step {}, microbatches 2, this rank waited \d+\.\d{{3}} s so far"
+
+
+def run_steps() -> None:
+    with hsdp.init_mesh(2, 2) as mesh, hsdp.Reducer(mesh, name="net") as reducer:
+        reducer.register("weight", SIZE, "f32", reduce_dtype="bf16")
+        reducer.register("bias", 3)
+        for _ in range(2):
+            for last in (False, True):
+                with reducer.microbatch(last=last):
+                    reducer.gradient_ready("weight", np.ones(SIZE, np.float32))
+                    reducer.gradient_ready("bias", np.ones(3, np.float32))
+            assert reducer.shard("weight").numpy()[0] == 2
+
+
+def run_with_logging(level: str) -> None:
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s %(message)s")
+    run_steps()
+
+
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_rank_0_alone_writes_to_stderr(ranks: Launcher, level: str) -> None:
+    job = ranks.start(4, run_steps, HSDP_LOG=level)
+    job.wait()
+    lines = job.output.splitlines()
+    assert lines[:2] == [MESH, LAYOUT]
+    steps = [STEP.format(step) for step in (0, 1) if level == "debug"]
+    assert len(lines) == 2 + len(steps)
+    for line, step in zip(lines[2:], steps):
+        assert re.fullmatch(step, line)
+
+
+def test_nothing_is_printed_by_default(ranks: Launcher) -> None:
+    job = ranks.start(4, run_steps, HSDP_LOG="")
+    job.wait()
+    assert job.output == ""
+
+
+@pytest.mark.parametrize("variable", ["", "info"])
+def test_lines_go_to_logging_instead(ranks: Launcher, variable: str) -> None:
+    job = ranks.start(4, run_with_logging, "INFO", HSDP_LOG=variable)
+    job.wait()
+    assert job.output.splitlines() == [f"INFO hsdp {MESH}", f"INFO hsdp {LAYOUT}"]
+
+
+def run_with_a_wrong_level() -> str:
+    with pytest.raises(hsdp.Error) as error:
+        hsdp.init_mesh(1, 2)
+    return f"{type(error.value).__name__} {error.value}"
+
+
+def run_with_one_wrong_level() -> str:
+    if os.environ["RANK"] == "1":
+        os.environ["HSDP_LOG"] = "all"
+    return run_with_a_wrong_level()
+
+
+def test_another_value_is_an_error_on_every_rank(ranks: Launcher) -> None:
+    told = "launch: HSDP_LOG: expected info or debug, got 'all'; unset it for warnings alone"
+    assert ranks.start(2, run_with_a_wrong_level, HSDP_LOG="all").wait() == [f"UsageError {told}"] * 2
+    assert ranks(2, run_with_one_wrong_level) == [
+        f"MismatchError mesh: rank 1 of 2 could not make its mesh: {told}", f"UsageError {told}",
+    ]
+
+
+def run_one_step() -> None:
+    with hsdp.init_mesh() as mesh, hsdp.Reducer(mesh) as reducer:
+        reducer.register("w", 2)
+        add_gradient(reducer, "w", np.ones(2, np.float32), last=True)
+
+
+@pytest.mark.parametrize("on_main_thread", [True, False])
+def test_records_have_levels(on_main_thread: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "hsdp"):
+        if on_main_thread:
+            run_one_step()
+        else:
+            thread = threading.Thread(target=run_one_step)
+            thread.start()
+            thread.join()
+    assert [(record.name, record.levelname) for record in caplog.records] == [
+        ("hsdp", "INFO"), ("hsdp", "INFO"), ("hsdp", "DEBUG"),
+    ]
+    assert caplog.messages[0].startswith("hsdp: mesh 1 x 1: ranks 1 of 1, hosts 1, ")
+    caplog.clear()
+    run_one_step()
+    assert caplog.records == []
+
+
+def test_what_a_filter_raises_does_not_end_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(record: logging.LogRecord) -> bool:
+        raise KeyError(record.levelname)
+
+    logger = logging.getLogger("hsdp")
+    caught: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: caught.append(repr(raised.exc_value)))
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.manager._clear_cache()
+    monkeypatch.setattr(logger, "filters", [refuse])
+    run_one_step()
+    assert caught == ["KeyError('INFO')"] * 2
+
+
+def test_lines_after_the_end_go_to_stderr(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HSDP_LOG", "info")
+    with caplog.at_level(logging.INFO, "hsdp"):
+        log_sink.follow_logger()
+        _hsdp.end_log()
+        _hsdp.init_mesh(1, 1, "host", "cpu", [], 5.0).close()
+    assert capfd.readouterr().err.startswith("hsdp: mesh 1 x 1: ranks 1 of 1, ")
+    assert caplog.records == []
+
+
+def run_loco() -> list[tuple[str, str]]:
+    """One value so large that four bits do not hold the others of its group."""
+    records: list[tuple[str, str]] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))  # type: ignore
+    logging.getLogger("hsdp").addHandler(handler)
+    gradient = np.full(128, 0.5, np.float32)
+    gradient[::64] = 7
+    hop = hsdp.quant.LocoHop(warmup_steps=0)
+    with hsdp.init_mesh(2, 1) as mesh, hsdp.Reducer(mesh, replica_hop=hop) as reducer:
+        reducer.register("w", 128)
+        for _ in range(3):
+            add_gradient(reducer, "w", gradient, last=True)
+            reducer.shard("w")
+    return records
+
+
+def test_a_warning_comes_once(ranks: Launcher) -> None:
+    for records in ranks(2, run_loco):
+        assert [level for level, _ in records] == ["WARNING"]
+        assert records[0][1].startswith("hsdp: loco: 'w': quantization changed its gradient by ")

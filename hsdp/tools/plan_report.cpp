@@ -50,6 +50,14 @@ class Planner {
     for (int p = 0; p < table_.size(); ++p) {
       arrays_.push_back({p, {nullptr, table_.count(p), table_.spec(p).dtype, device_}});
     }
+    gather_units_ = reducer::gather_units(layout_, arrays_, reducer::kGatherUnitBytes);
+    add_parameters();
+    if (options_.stage == 3) add_units();
+    const bool has_gather =
+        options_.stage == 1 || options_.stage == 2 || (options_.stage == 3 && parts_ > 1);
+    if (has_gather && options_.device == DeviceType::kCuda) {
+      gather_scratch_ = static_cast<std::int64_t>(reducer::gather_scratch(layout_, gather_units_));
+    }
   }
 
   [[nodiscard]] PlanReport report() const {
@@ -108,24 +116,19 @@ class Planner {
     return reducer::plan_memory(table_, reducer_, layout_, planned(owner), use, hop);
   }
 
-  // Of whole parameters.
-  [[nodiscard]] std::int64_t whole_bytes() const {
-    std::int64_t bytes = 0;
-    for (const reducer::FullArray& one : arrays_)
-      bytes += bytes_of(one.array.dtype, one.array.count);
-    return bytes;
-  }
-
-  // Of the slices of a shard rank, with the parts of all replicas. Where the rank has masters of
-  // whole slices, these are what is gathered.
-  [[nodiscard]] std::int64_t shard_bytes(int shard_rank) const {
-    std::int64_t bytes = 0;
+  // Of whole parameters, and of the slices of each shard rank, with the parts of all replicas.
+  // Where a rank has masters of whole slices, these are what is gathered.
+  void add_parameters() {
+    shard_bytes_.resize(static_cast<std::size_t>(options_.shard));
     for (const reducer::FullArray& one : arrays_) {
+      whole_bytes_ += bytes_of(one.array.dtype, one.array.count);
+      if (options_.stage != 3 && parts_ == 1) continue;
       if (parts_ == 1 && has_master(one.array.dtype)) continue;
       const RowCut cut = layout_.slices(one.parameter).joined(parts_);
-      bytes += bytes_of(one.array.dtype, cut.length(shard_rank));
+      for (int s = 0; s < options_.shard; ++s) {
+        shard_bytes_[static_cast<std::size_t>(s)] += bytes_of(one.array.dtype, cut.length(s));
+      }
     }
-    return bytes;
   }
 
   [[nodiscard]] std::int64_t optimized_count(int parameter,
@@ -145,71 +148,52 @@ class Planner {
           dtype == Dtype::kF64 ? 2 * bytes_of(dtype, count) : zero::AdamW::moment_bytes(count);
       if (has_master(dtype)) masters += bytes_of(Dtype::kF32, count);
     }
-    const std::int64_t held = options_.stage == 3 ? shard_bytes(owner.shard_rank) : whole_bytes();
+    const std::int64_t held = options_.stage == 3
+                                  ? shard_bytes_[static_cast<std::size_t>(owner.shard_rank)]
+                                  : whole_bytes_;
     std::vector<PlannedMemory::Row> rows{
         {"parameters", options_.stage == 3 ? "slices of parameters" : "parameters", held},
-        {"gradients", "p.grad", options_.stage == 0 ? whole_bytes() : 0},
+        {"gradients", "p.grad", options_.stage == 0 ? whole_bytes_ : 0},
         {"carry_bytes", "gradient sums (carry)", plan.carry_bytes},
         {"accumulator_bytes", "local sums", plan.accumulator_bytes},
         {"optimizer_bytes", "moments of AdamW", moments},
         {"masters", "fp32 masters", masters},
         {"staging_bytes", "staging buckets", plan.staging_bytes},
         {"replica_hop_state_bytes", "replica hop", plan.replica_hop_state_bytes},
-        {"gathered", "units gathered at a time", options_.stage == 3 ? two_units_bytes() : 0},
+        {"gathered", "units gathered at a time", options_.stage == 3 ? two_units_bytes_ : 0},
         {"parameter_gather_bytes", "messages of gathers", message_bytes(owner)},
-        {"scratch_bytes", "work memory of kernels", scratch_bytes(plan)}};
+        {"scratch_bytes", "work memory of kernels", plan.scratch_bytes + gather_scratch_}};
     return rows;
-  }
-
-  // The units of the Reducer's gathers at stage 0, of a ParameterGather's else.
-  [[nodiscard]] std::vector<reducer::GatherUnit> gather_units() const {
-    static_assert(zero::ParameterGather::kUnitBytes == reducer::kGatherUnitBytes);
-    return reducer::gather_units(layout_, arrays_, reducer::kGatherUnitBytes);
   }
 
   [[nodiscard]] std::int64_t message_bytes(const reducer::SliceOwner& owner) const {
     if (options_.stage < 3) {
       // On a GPU they lie in reserved work memory.
       if (options_.device == DeviceType::kCuda) return 0;
-      return reducer::unit_message_bytes(owner, layout_, gather_units());
+      return reducer::unit_message_bytes(owner, layout_, gather_units_);
     }
-    std::int64_t most = parts_ > 1 && options_.device == DeviceType::kHost
-                            ? reducer::parts_message_bytes(owner, layout_, gather_units())
-                            : 0;
-    for (const auto& [name, number] : units_) {
-      std::vector<reducer::CutArray> together;
-      for (const reducer::FullArray& one : arrays_) {
-        const std::int64_t bytes = bytes_of(one.array.dtype, one.array.count);
-        if (table_.spec(one.parameter).unit != number ||
-            !reducer::shares_message(layout_, one.parameter, bytes)) {
-          continue;
-        }
-        together.push_back({one.array, layout_.slices(one.parameter).joined(parts_)});
-      }
-      most = std::max(most, reducer::gather_message_bytes(options_.shard, together));
-    }
-    return most;
+    const bool has_parts = parts_ > 1 && options_.device == DeviceType::kHost;
+    return std::max(unit_message_bytes_,
+                    has_parts ? reducer::parts_message_bytes(owner, layout_, gather_units_) : 0);
   }
 
-  [[nodiscard]] std::int64_t scratch_bytes(const MemoryPlan& plan) const {
-    if (options_.device != DeviceType::kCuda) return 0;
-    const bool has_gather =
-        options_.stage == 1 || options_.stage == 2 || (options_.stage == 3 && parts_ > 1);
-    return plan.scratch_bytes +
-           (has_gather ? static_cast<std::int64_t>(reducer::gather_scratch(layout_, gather_units()))
-                       : 0);
-  }
-
-  // The one in use and the one that is gathered ahead, in the order of their numbers.
-  [[nodiscard]] std::int64_t two_units_bytes() const {
+  // Of the unit in use and the one that is gathered ahead, in the order of their numbers, and of
+  // the largest message of one.
+  void add_units() {
     std::vector<std::int64_t> bytes(units_.size());
+    std::vector<std::vector<reducer::CutArray>> together(units_.size());
     for (const reducer::FullArray& one : arrays_) {
-      bytes[static_cast<std::size_t>(table_.spec(one.parameter).unit)] +=
-          bytes_of(one.array.dtype, one.array.count);
+      const auto unit = static_cast<std::size_t>(table_.spec(one.parameter).unit);
+      const std::int64_t of_one = bytes_of(one.array.dtype, one.array.count);
+      bytes[unit] += of_one;
+      if (!reducer::shares_message(layout_, one.parameter, of_one)) continue;
+      together[unit].push_back({one.array, layout_.slices(one.parameter).joined(parts_)});
     }
-    std::int64_t most = bytes.empty() ? 0 : bytes.back();
-    for (std::size_t u = 1; u < bytes.size(); ++u) most = std::max(most, bytes[u - 1] + bytes[u]);
-    return most;
+    for (std::size_t u = 0; u < units_.size(); ++u) {
+      two_units_bytes_ = std::max(two_units_bytes_, bytes[u] + (u == 0 ? 0 : bytes[u - 1]));
+      unit_message_bytes_ =
+          std::max(unit_message_bytes_, reducer::gather_message_bytes(options_.shard, together[u]));
+    }
   }
 
   [[nodiscard]] PlannedTraffic in_shard_group(const MemoryPlan& plan) const {
@@ -220,7 +204,7 @@ class Planner {
         {"shard_hop", "reduce-scatter of gradients", reduced, plan.shard_hop_bytes});
     // At stage 3 before the forward and before the backward pass.
     const std::int64_t gathers = options_.stage == 3 ? 2 * options_.microbatches : 1;
-    traffic.rows.push_back({"gather", gather_title(), gathers, whole_bytes()});
+    traffic.rows.push_back({"gather", gather_title(), gathers, whole_bytes_});
     return traffic;
   }
 
@@ -230,7 +214,8 @@ class Planner {
         "replica", "between replicas", options_.replicate, {}, options_.replica_bandwidth};
     traffic.rows.push_back({"replica_hop", "replica hop", 1, plan.replica_hop_bytes});
     if (parts_ > 1) {
-      traffic.rows.push_back({"gather", gather_title(), 1, shard_bytes(owner.shard_rank)});
+      traffic.rows.push_back(
+          {"gather", gather_title(), 1, shard_bytes_[static_cast<std::size_t>(owner.shard_rank)]});
     }
     return traffic;
   }
@@ -247,6 +232,14 @@ class Planner {
   std::map<std::string, int> units_;  // stage 3: their numbers
   BucketLayout layout_;
   std::vector<reducer::FullArray> arrays_;
+  // The units of the Reducer's gathers at stage 0, of a ParameterGather's else.
+  static_assert(zero::ParameterGather::kUnitBytes == reducer::kGatherUnitBytes);
+  std::vector<reducer::GatherUnit> gather_units_;
+  std::int64_t whole_bytes_ = 0;
+  std::vector<std::int64_t> shard_bytes_;
+  std::int64_t two_units_bytes_ = 0;     // stage 3
+  std::int64_t unit_message_bytes_ = 0;  // stage 3
+  std::int64_t gather_scratch_ = 0;
 };
 
 }  // namespace

@@ -1,0 +1,51 @@
+// Clocks of several ranks, brought together.
+#include "hsdp/comm/shared_clock.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "hsdp/comm/operation_record.h"
+#include "tests/comm/rank_threads.h"
+
+namespace hsdp::test {
+namespace {
+
+// Threads share a clock, so that what each adds to it is known.
+TEST(SharedClock, FindsHowFarClocksAreApart) {
+  run_world({.size = 4}, [](Communicator& world) {
+    const double ahead_s = 5.0 * world.rank();
+    const comm::ClockOffset clock = comm::measure_clock(
+        world, world.next_exchange_key(), [&] { return Operations::now_s() + ahead_s; });
+    EXPECT_LE(std::abs(clock.offset_s + ahead_s), clock.error_s) << world.rank();
+    EXPECT_LT(clock.error_s, 0.5);
+    EXPECT_EQ(clock.error_s > 0, world.rank() > 0);
+  });
+}
+
+// A clock that is read late says so: no rank's error is less than the truth.
+TEST(SharedClock, SaysTheErrorOfASlowRank) {
+  run_world({.size = 2}, [](Communicator& world) {
+    const comm::ClockOffset clock = comm::measure_clock(world, world.next_exchange_key(), [&] {
+      const double now_s = Operations::now_s();
+      if (world.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      return now_s;
+    });
+    if (world.rank() == 1) {
+      EXPECT_GT(clock.error_s, 1e-3);
+      EXPECT_LE(std::abs(clock.offset_s), clock.error_s);
+    }
+  });
+}
+
+TEST(SharedClock, IsThatOfTheFirstRankOfAGroup) {
+  run_world({.size = 4}, [](Communicator& world) {
+    Communicator pair = world.split(world.rank() % 2, -world.rank());  // 2 0 and 3 1
+    const comm::ClockOffset clock = comm::measure_clock(
+        pair, pair.next_exchange_key(), [&] { return Operations::now_s() + 3.0 * world.rank(); });
+    EXPECT_LE(std::abs(clock.offset_s - (pair.rank() == 0 ? 0.0 : 6.0)), clock.error_s);
+  });
+}
+
+}  // namespace
+}  // namespace hsdp::test

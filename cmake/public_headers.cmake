@@ -32,7 +32,9 @@ set(HSDP_PUBLIC_HEADERS
   hsdp/snapshot.h
   hsdp/step_party.h
   hsdp/tensor_view.h
+  hsdp/trace.h
   hsdp/validate.h
+  hsdp/wait_table.h
   quant/group_format.h
   quant/loco_hop.h
   quant/loco_options.h

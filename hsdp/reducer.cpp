@@ -8,6 +8,7 @@
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
 #include "hsdp/reducer/agreed_options.h"
+#include "hsdp/reducer/compare_waits.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/parameter_table.h"
 #include "hsdp/reducer/plan_memory.h"
@@ -241,6 +242,13 @@ ReducerStats Reducer::stats() const {
   return s;
 }
 
+WaitTable Reducer::wait_table() {
+  parts_->steps.check_usable("wait_table");
+  parts_->steps.require_idle("wait_table");
+  ReducerInternal(*this).wait_idle();
+  return reducer::compare_waits(parts_->groups);
+}
+
 MemoryPlan Reducer::memory_plan(const MemoryUse& use) {
   const reducer::ParameterTable& parameters = parts_->parameters;
   if (parameters.size() == 0) {
@@ -373,6 +381,10 @@ std::unique_ptr<GatherLane> ReducerInternal::make_lane(const std::string& name,
   return std::unique_ptr<GatherLane>(new GatherLane(parts_.groups, name, lines, steps.frozen()));
 }
 MemoryCount ReducerInternal::memory_count() const { return parts_.memory; }
+reducer::Groups& ReducerInternal::groups() const { return parts_.groups; }
+void ReducerInternal::wait_idle() const {
+  if (reducer::Frozen* const frozen = parts_.steps.frozen()) frozen->pipeline().wait_idle();
+}
 const Operations& ReducerInternal::operations() const { return parts_.groups.operations; }
 bool ReducerInternal::has_gradient(int parameter) const {
   return parts_.steps.has_gradient(parameter);

@@ -25,7 +25,8 @@
 //   gradient_ready, reject_gradient                 any thread    no                 no
 //   construction, the first begin_microbatch,       one thread    yes                no
 //     microbatches, windows, finish, discard,       at a time
-//     gather_*, grad_norm, clip_*, found_inf
+//     gather_*, grad_norm, clip_*, found_inf,
+//     wait_table
 //   what returns a number or a vector,              one thread    as above           yes
 //     save_snapshot, save_digest, close             at a time
 //   everything else                                 one thread    no                 no
@@ -58,6 +59,7 @@
 #include "hsdp/reducer_stats.h"
 #include "hsdp/step_party.h"
 #include "hsdp/tensor_view.h"
+#include "hsdp/wait_table.h"
 
 namespace hsdp {
 
@@ -263,6 +265,9 @@ class Reducer {
   // gradients, and copies for snapshots. UsageError if no parameter is registered, and for options
   // that prepare() would refuse.
   [[nodiscard]] MemoryPlan memory_plan(const MemoryUse& use = {});
+  // Who waited for whom in the last operations of each rank, up to 1,000, on this mesh. Collective,
+  // outside a microbatch; it measures the ranks' clocks first. Not for each step.
+  [[nodiscard]] WaitTable wait_table();
   [[nodiscard]] ReducerState state() const;  // never waits, in any phase
   [[nodiscard]] Device device() const;       // of the mesh
   [[nodiscard]] int shard_rank() const;      // of this process in its shard group

@@ -44,6 +44,9 @@ class ReducerInternal {
                                                       const LanePreparation& prepare = {}) const;
   // For the memory of what works on the Reducer's slices; stats() reports it.
   [[nodiscard]] MemoryCount memory_count() const;
+  [[nodiscard]] reducer::Groups& groups() const;
+  // Blocks until what this rank has launched is done. Throws the world's failure.
+  void wait_idle() const;
   // For the record of what works on them, and its times in stats().
   [[nodiscard]] const Operations& operations() const;
 

@@ -24,13 +24,14 @@ from hsdp.log_sink import use_logging as _use_logging
 from hsdp.memory_plan import MemoryPlan
 from hsdp.mesh import Mesh, init_mesh, job_size
 from hsdp.parameter import Balance, Parameter, Slice
-from hsdp.reducer import Microbatch, Reducer, Step, clip_grad_norm_
+from hsdp.reducer import Microbatch, Reducer, Step, Trace, clip_grad_norm_
 from hsdp.reducer_stats import ReducerStats
 from hsdp.replica_hop import PlainHop
 from hsdp.same_weights import broadcast_parameters
 from hsdp.snapshot import Snapshot, SnapshotInfo, read_snapshot, write_snapshot
 from hsdp.torch_memory import use_torch_memory as _use_torch_memory
 from hsdp.uneven import uneven
+from hsdp.wait_table import WaitTable
 
 _use_torch_memory()
 _use_logging()
@@ -60,7 +61,9 @@ __all__ = [
     "Step",
     "StepAbortedError",
     "TimeoutError",
+    "Trace",
     "UsageError",
+    "WaitTable",
     "__version__",
     "broadcast_parameters",
     "clip_grad_norm_",

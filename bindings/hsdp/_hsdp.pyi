@@ -217,6 +217,15 @@ class UnitGather:
     def stats(self) -> dict[str, Any]:
         """See GatherStats."""
 
+class Trace:
+    """Runs from its making on."""
+
+    def write(self) -> None:
+        """Collective."""
+
+    def leave(self, reason: str) -> None:
+        """Ends it, tells the other ranks and waits for none."""
+
 class Update:
     def close(self) -> None: ...
 
@@ -260,6 +269,14 @@ class Reducer:
     def stats(self) -> dict[str, Any]: ...
     def memory_plan(self, local_sums: str | None, totals: bool) -> dict[str, int]:
         """The fields of a MemoryPlan, without states that an optimizer has yet to make."""
+
+    def wait_table(
+        self,
+    ) -> tuple[dict[tuple[int, int], float], int, float, int | None, str]:
+        """The fields of a WaitTable. Collective."""
+
+    def trace(self, path: str) -> Trace:
+        """Collective."""
 
     def hold_optimizer_bytes(self, count: int) -> HeldBytes:
         """Counts newly allocated bytes in stats().optimizer_bytes."""

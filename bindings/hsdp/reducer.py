@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -340,6 +341,28 @@ class Reducer(ReducerResults, Closing):
         """
         return Step(self)
 
+    def trace(self, path: str | os.PathLike[str]) -> Trace:
+        """`with reducer.trace("trace.json"):` writes what all ranks did in the block into one file, on
+        one clock. Perfetto (ui.perfetto.dev) and chrome://tracing open it.
+
+            with reducer.trace("trace.json"):
+                for _ in range(3):
+                    train_step()
+
+        A process of the picture is a rank. Its packs, shard hops, replica hops, gathers, updates and
+        waits are slices with their bytes, step, microbatch and bucket; arrows lead from a bucket's pack to
+        its hops. The file says by how much the ranks' clocks may differ. On a GPU times are the host's,
+        which issues the work. All Reducers and gathers of a rank are in it, with their first 65,536
+        operations; the file says how many came after them. Nothing is slower while no trace runs.
+
+        Collective at both ends of the block, outside a microbatch, on all ranks of the mesh. Rank 0 writes
+        the file, whole or not at all; what others pass as `path` is not used. What goes wrong on one rank
+        is an error on all. If the block raises, nothing is written and the exception continues: this rank
+        waits for no other, and where the others reach the end of their block they raise StepAbortedError,
+        which names this rank. Raises UsageError if a trace is running.
+        """
+        return Trace(self, os.fspath(path))
+
     def prepare(self) -> None:
         """Lays out buckets, allocates memory and starts threads; otherwise the first microbatch does.
         Collective: it succeeds on all ranks or on none, and may be tried again.
@@ -525,6 +548,29 @@ class Step:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is not None:
             self._reducer.abandon_step(reason_of("its block raised", error or kind()))
+
+
+class Trace:
+    """The block of `with reducer.trace(path)`: writes a trace of it, unless the block raises."""
+
+    __slots__ = ("_path", "_reducer", "_running")
+
+    def __init__(self, reducer: Reducer, path: str) -> None:
+        self._reducer = reducer
+        self._path = path
+        self._running: _hsdp.Trace | None = None
+
+    def __enter__(self) -> None:
+        self._running = self._reducer._handle.trace(self._path)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if kind is None:
+            running.write()
+        else:
+            running.leave(reason_of("its block raised", error or kind()))
 
 
 class Microbatch:

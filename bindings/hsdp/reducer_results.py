@@ -20,6 +20,7 @@ from hsdp.options import AccumulateDtype
 from hsdp.parameter import Balance, Slice, warn_of_no_gradients
 from hsdp.reducer_internals import ReducerInternals
 from hsdp.reducer_stats import ControlLink, ReducerStats
+from hsdp.wait_table import WaitTable
 
 
 @naming_itself
@@ -180,6 +181,18 @@ class ReducerResults(ReducerInternals):
         stats = self._handle.stats()
         links = tuple(ControlLink(*link) for link in stats.pop("control_links"))
         return ReducerStats(**stats, control_links=links)
+
+    def wait_table(self) -> WaitTable:
+        """Who waited for whom in the last operations of each rank, up to 1,000, on this mesh.
+
+            table = reducer.wait_table()
+            if table.straggler == mesh.rank:
+                print(table)
+
+        Collective, outside a microbatch, and not for each step: it waits for what is being reduced,
+        measures how far the ranks' clocks are apart, and sends some KiB from each rank to rank 0.
+        """
+        return WaitTable(*self._handle.wait_table())
 
     def memory_plan(
         self, local_sums: AccumulateDtype | None = None, totals: bool = False

@@ -19,6 +19,7 @@
 #include "hsdp/error.h"
 #include "hsdp/kernels/cast_and_pack.h"
 #include "hsdp/reducer_internal.h"
+#include "hsdp/trace.h"
 #include "zero/coalesced_window.h"
 
 namespace hsdp::python {
@@ -307,6 +308,16 @@ py::dict memory_plan(const Handle& self, const OptionalText& local_sums, bool to
   return d;
 }
 
+py::tuple wait_table(Handle& self) {
+  const WaitTable table = self.call([](Reducer& reducer) { return reducer.wait_table(); });
+  py::dict seconds;
+  for (const WaitTable::Wait& wait : table.waits) {
+    seconds[py::make_tuple(wait.waiting, wait.awaited)] = wait.seconds;
+  }
+  return py::make_tuple(seconds, table.operations, table.clock_error_s, table.straggler,
+                        table.text());
+}
+
 // Bytes that count until Python releases this object.
 struct HeldBytes {
   MemoryCount::Held held;
@@ -329,6 +340,25 @@ class Update {
  private:
   std::shared_ptr<Reducer> reducer_;
   std::optional<Operation> operation_;
+};
+
+// A trace that runs, with the Reducer that it is of.
+class RunningTrace {
+ public:
+  RunningTrace(Handle& handle, const std::string& path)
+      : reducer_(handle.share()), interrupt_(handle.interrupt()) {
+    trace_ =
+        handle.call([path](Reducer& reducer) { return std::make_shared<Trace>(reducer, path); });
+  }
+  void write() {
+    call_interruptibly([reducer = reducer_, trace = trace_] { trace->write(); }, interrupt_);
+  }
+  void leave(const std::string& reason) { trace_->leave(reason); }
+
+ private:
+  std::shared_ptr<Reducer> reducer_;
+  Interrupt interrupt_;
+  std::shared_ptr<Trace> trace_;
 };
 
 using Class = py::class_<Handle>;
@@ -356,6 +386,11 @@ void bind_settings(Class& bound) {
            [](const Handle& self, std::int64_t count) { self.reducer().divide_by_tokens(count); })
       .def("stats", stats)
       .def("memory_plan", memory_plan)
+      .def("wait_table", wait_table)
+      .def("trace",
+           [](Handle& self, const std::string& path) {
+             return std::make_unique<RunningTrace>(self, path);
+           })
       .def("hold_optimizer_bytes", hold_optimizer_bytes)
       .def("update", [](const Handle& self) { return Update(self); })
       .def("step_number", [](const Handle& self) { return self.reducer().state().step; })
@@ -474,6 +509,9 @@ void bind_reducer(py::module_& module) {
       "or to one `hsdp.torch.replica_hook`.")
       .def("describe", &ReplicaHop::describe, "Its options, as stats and snapshots say them.");
   py::class_<HeldBytes>(module, "HeldBytes");
+  py::class_<RunningTrace>(module, "Trace")
+      .def("write", &RunningTrace::write)
+      .def("leave", &RunningTrace::leave);
   py::class_<Update>(module, "Update").def("close", &Update::close);
   Class bound(module, "Reducer");
   bind_settings(bound);

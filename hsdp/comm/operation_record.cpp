@@ -23,6 +23,12 @@ std::string_view name(OperationState state) {
   return kStateNames.at(static_cast<std::size_t>(state));
 }
 
+std::string range_name(const OperationPlace& place) {
+  const std::int64_t which = place.index >= 0 ? place.index : place.turn;
+  const std::string number = which >= 0 ? " " + std::to_string(which) : "";
+  return std::string(name(place.kind)) + number;
+}
+
 std::shared_ptr<const int> OperationRecord::add_source(OperationSource source) {
   const std::scoped_lock lock(mutex_);
   for (auto i = sources_.begin(); i != sources_.end() && sources_.size() >= kSourcesKept;) {
@@ -46,7 +52,10 @@ std::int64_t OperationRecord::begin(int source, const OperationPlace& place, dou
   const std::int64_t number = next_.fetch_add(1, std::memory_order_relaxed);
   Slot& slot = slots_[static_cast<std::size_t>(number) % kCapacity];
   const std::int64_t before = slot.number.load(std::memory_order_relaxed);
-  if (before == kWriting || before > number || !claim(slot, before)) return kWriting;
+  if (is_traced_.load(std::memory_order_relaxed)) {
+    trace_begin({.number = number, .source = source, .place = place, .begin_s = now_s});
+  }
+  if (before == kWriting || before > number || !claim(slot, before)) return number;
   slot.step.store(place.step, kInOrder);
   slot.microbatch.store(place.microbatch, kInOrder);
   slot.turn.store(place.turn, kInOrder);
@@ -62,7 +71,7 @@ std::int64_t OperationRecord::begin(int source, const OperationPlace& place, dou
 }
 
 void OperationRecord::end(std::int64_t number, OperationState state, double now_s) {
-  if (number < 0) return;
+  if (is_traced_.load(std::memory_order_relaxed)) trace_end(number, state, now_s);
   Slot& slot = slots_[static_cast<std::size_t>(number) % kCapacity];
   if (!claim(slot, number)) return;
   slot.end_s.store(now_s, std::memory_order_release);
@@ -90,9 +99,52 @@ OperationRecord::Contents OperationRecord::read() const {
     one.end_s = one.state == OperationState::kBegun ? 0 : slot.end_s.load(kInOrder);
     if (slot.number.load(kInOrder) == n) contents.operations.push_back(one);
   }
-  const std::scoped_lock lock(mutex_);
-  for (const auto& [number, source] : sources_) contents.sources.emplace(number, source.is);
+  contents.sources = sources();
   return contents;
+}
+
+std::map<int, OperationSource> OperationRecord::sources() const {
+  const std::scoped_lock lock(mutex_);
+  std::map<int, OperationSource> sources;
+  for (const auto& [number, source] : sources_) sources.emplace(number, source.is);
+  return sources;
+}
+
+bool OperationRecord::start_trace() {
+  const std::scoped_lock lock(trace_mutex_);
+  return !is_traced_.exchange(true);
+}
+
+OperationRecord::Trace OperationRecord::take_trace() {
+  Trace trace;
+  {
+    const std::scoped_lock lock(trace_mutex_);
+    is_traced_ = false;
+    for (const auto& [number, one] : traced_) trace.contents.operations.push_back(one);
+    traced_.clear();
+    trace.dropped_count = std::exchange(dropped_count_, 0);
+  }
+  trace.contents.sources = sources();
+  return trace;
+}
+
+// Threads that have seen a trace run may come when it has ended.
+void OperationRecord::trace_begin(const RecordedOperation& one) {
+  const std::scoped_lock lock(trace_mutex_);
+  if (!is_traced_) return;
+  if (traced_.size() < kMostTraced) {
+    traced_.emplace(one.number, one);
+  } else {
+    ++dropped_count_;
+  }
+}
+
+void OperationRecord::trace_end(std::int64_t number, OperationState state, double now_s) {
+  const std::scoped_lock lock(trace_mutex_);
+  const auto one = traced_.find(number);
+  if (one == traced_.end()) return;
+  one->second.state = state;
+  one->second.end_s = now_s;
 }
 
 Operations::Operations(std::shared_ptr<OperationRecord> record, OperationSource source)
@@ -140,10 +192,7 @@ Operation::Operation(const Operations& operations, const OperationPlace& place)
 }
 
 void Operation::name_for_profiler(const OperationPlace& place) {
-  std::string text = "hsdp:" + std::string(name(place.kind));
-  const std::int64_t which = place.index >= 0 ? place.index : place.turn;
-  if (which >= 0) text += " " + std::to_string(which);
-  profiler::push(text.c_str());
+  profiler::push(("hsdp:" + range_name(place)).c_str());
   is_named_ = true;
 }
 

@@ -2,7 +2,8 @@
 //
 // An OperationRecord is the ring of a world. A Reducer or a lane writes to it through its
 // Operations, which also add up how long each kind took; an Operation is one of them, from its
-// construction on. Recording is always on and takes no lock and no memory.
+// construction on. Recording is always on and takes no lock and no memory. While a trace runs it
+// takes both: every operation is kept then, not the last ones only.
 // [Note: a record that nobody waits for]
 //
 // Threads: everything may be called from any thread; one Operation belongs to one at a time.
@@ -53,6 +54,8 @@ struct OperationPlace {
   std::int64_t bytes = 0;  // of this rank's input
 };
 
+[[nodiscard]] std::string range_name(const OperationPlace& place);  // "shard_hop 12"
+
 // Times are seconds of the steady clock.
 struct RecordedOperation {
   std::int64_t number = 0;
@@ -88,6 +91,16 @@ class OperationRecord {
   // Leaves out what is being written just now.
   [[nodiscard]] Contents read() const;
 
+  // From now on keeps all operations that begin, up to kMostTraced, until take_trace(). False if a
+  // trace runs already.
+  static constexpr std::size_t kMostTraced = 65'536;
+  [[nodiscard]] bool start_trace();
+  struct Trace {
+    Contents contents;
+    std::int64_t dropped_count = 0;  // those that came after kMostTraced
+  };
+  [[nodiscard]] Trace take_trace();
+
  private:
   static constexpr std::int64_t kNoNumber = -1;
   static constexpr std::int64_t kWriting = -2;  // the rest of a slot
@@ -105,12 +118,20 @@ class OperationRecord {
     OperationSource is;
     std::weak_ptr<const int> user;
   };
+  void trace_begin(const RecordedOperation& one);
+  void trace_end(std::int64_t number, OperationState state, double now_s);
+  [[nodiscard]] std::map<int, OperationSource> sources() const;
 
   std::array<Slot, kCapacity> slots_;
   std::atomic<std::int64_t> next_{0};
   mutable std::mutex mutex_;
   std::map<int, Source> sources_;
   int next_source_ = 0;
+
+  std::atomic<bool> is_traced_{false};
+  std::mutex trace_mutex_;                            // guards the following
+  std::map<std::int64_t, RecordedOperation> traced_;  // by number
+  std::int64_t dropped_count_ = 0;
 };
 
 // Copies write as the same source and add to the same times.

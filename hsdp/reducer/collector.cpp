@@ -283,10 +283,13 @@ void Collector::accept(Lock& lock, int parameter) {
 void Collector::begin_pack(int bucket) {
   BucketState& state = states_[static_cast<std::size_t>(bucket)];
   if (state.operation) return;
+  const auto bytes = static_cast<std::int64_t>(
+      has_shard_hop_ ? memory_.staging(state.slot, bucket).size_in_bytes() : 0);
   state.operation = operations_.begin({.kind = OperationKind::kPack,
                                        .step = plan_->step,
                                        .microbatch = plan_->microbatch,
-                                       .index = bucket});
+                                       .index = bucket,
+                                       .bytes = bytes});
 }
 
 void Collector::end_pack(BucketState& state, OperationState how) {

@@ -145,5 +145,53 @@ TEST(OperationNames, AreThoseOfTheFile) {
   EXPECT_EQ(name(OperationState::kFailed), "failed");
 }
 
+TEST_F(Recorded, KeepsAllOperationsWhileATraceRuns) {
+  const std::int64_t before = operations_.begin(kHop);
+  ASSERT_TRUE(record_->start_trace());
+  EXPECT_FALSE(record_->start_trace());
+  operations_.end(before, OperationState::kDone);
+  const std::size_t count = OperationRecord::kMostTraced + 7;
+  for (std::size_t i = 0; i < count; ++i) {
+    OperationPlace place = kHop;
+    place.step = static_cast<std::int64_t>(i);
+    const std::int64_t number = operations_.begin(place);
+    if (i != 2) operations_.end(number, OperationState::kIssued);
+  }
+  const OperationRecord::Trace trace = record_->take_trace();
+  EXPECT_EQ(trace.dropped_count, 7);
+  ASSERT_EQ(trace.contents.operations.size(), OperationRecord::kMostTraced);
+  EXPECT_FALSE(trace.contents.sources.empty());
+  for (std::size_t i = 0; i < trace.contents.operations.size(); ++i) {
+    const RecordedOperation& one = trace.contents.operations[i];
+    ASSERT_EQ(one.place.step, static_cast<std::int64_t>(i));
+    ASSERT_EQ(one.state, i == 2 ? OperationState::kBegun : OperationState::kIssued);
+    ASSERT_EQ(one.end_s >= one.begin_s, i != 2);
+  }
+  const Operation after(operations_, kHop);
+  ASSERT_TRUE(record_->start_trace());
+  const OperationRecord::Trace next = record_->take_trace();
+  EXPECT_TRUE(next.contents.operations.empty());
+  EXPECT_EQ(next.dropped_count, 0);
+}
+
+TEST_F(Recorded, IsTracedWhileThreadsWrite) {
+  std::atomic<bool> stops{false};
+  std::vector<std::jthread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&] {
+      while (!stops) const Operation one(operations_, kHop);
+    });
+  }
+  for (int i = 0; i < 20; ++i) {
+    ASSERT_TRUE(record_->start_trace());
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    for (const RecordedOperation& one : record_->take_trace().contents.operations) {
+      ASSERT_EQ(one.place.bytes, kHop.bytes);
+      ASSERT_TRUE(one.state == OperationState::kBegun || one.end_s >= one.begin_s);
+    }
+  }
+  stops = true;
+}
+
 }  // namespace
 }  // namespace hsdp

@@ -418,7 +418,7 @@ def test_the_shim_has_revoke_where_the_library_below_has_it(tmp_path: pathlib.Pa
 
 # Sources that tests/gpu, a project of its own, does not need. Its other lists are folders.
 LEFT_OUT = {
-    "hsdp": "compare flight_record row_reducer snapshot validate",
+    "hsdp": "compare flight_record row_reducer snapshot trace validate",
     "hsdp/comm": "connect_world descriptor_limit no_mpi no_nccl retry",
     "hsdp/comm/control": "control_frames control_hub control_hub_watch control_link control_loop "
                          "control_loop_watch control_member control_relay control_state control_tree "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import shutil
@@ -42,7 +43,9 @@ def has_mpi() -> bool:
     return True
 
 
-def run_on_two(script: pathlib.Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_on_two(
+    script: pathlib.Path, folder: pathlib.Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """By the mpirun of the MPI that this process has loaded."""
     loaded = pathlib.Path("/proc/self/maps").read_text()
     name = "mpirun.mpich" if "libmpich" in loaded else "mpirun.openmpi"
@@ -52,7 +55,7 @@ def run_on_two(script: pathlib.Path, **environment: str) -> subprocess.Completed
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return subprocess.run(
         [name, *settings, "-n", "2", sys.executable, str(script)], capture_output=True, text=True,
-        timeout=100, env={**os.environ, **allowed, **environment},
+        timeout=100, cwd=folder, env={**os.environ, **allowed, **environment},
     )
 
 
@@ -64,6 +67,25 @@ def test_a_reducer_under_mpirun(tmp_path: pathlib.Path, closes: str) -> None:
     done = run_on_two(script, CLOSES=closes)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "rank 0: 1.5" in done.stdout and "rank 1: 1.5" in done.stdout
+
+
+def test_a_wait_table_and_a_trace_under_mpirun(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "reduce.py"
+    script.write_text(
+        "import time\n" + SCRIPT.replace("        red", "        time.sleep(mesh.rank / 10)\n        red").replace(
+            'if os.environ["CLOSES"]',
+            'print("straggler", reducer.wait_table().straggler, flush=True)\n'
+            'with reducer.trace("trace.json"):\n'
+            '    with reducer.microbatch():\n'
+            '        reducer.gradient_ready("weight", np.zeros((64, 3), np.float32))\n'
+            'if os.environ["CLOSES"]',
+        )
+    )
+    done = run_on_two(script, CLOSES="yes", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("straggler 1") == 2
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [e["pid"] for e in events if e["name"] == "replica_hop 0"] == [0, 1]
 
 
 # With no setting of ours, on the engine that it would have anyway.

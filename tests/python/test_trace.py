@@ -1,0 +1,141 @@
+"""`reducer.trace` and `reducer.wait_table`: what a job did, and whom it waited for."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import Launcher
+from one_rank import add_gradient, registered
+
+import hsdp
+
+
+def square_mesh() -> hsdp.Mesh:
+    return hsdp.init_mesh(replicate=2, shard=2, timeout_s=60)
+
+
+def step(reducer: hsdp.Reducer, late: int = -1) -> None:
+    if reducer.mesh.rank == late:
+        time.sleep(0.05)
+    add_gradient(reducer, "w", np.ones(64, np.float32))
+    reducer.shard("w")
+
+
+def traces(folder: pathlib.Path) -> list[str]:
+    """Unfinished ones, too."""
+    return sorted(path.name for path in folder.glob("*trace*"))
+
+
+def traced(path: str) -> None:
+    with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
+        step(reducer)
+        with reducer.trace(path):
+            step(reducer)
+            step(reducer)
+
+
+def test_a_block_is_written_into_one_file(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "trace.json"
+    ranks(4, traced, str(path))
+    trace = json.loads(path.read_text())
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for rank in range(4):
+        of_rank = [event for event in slices if event["pid"] == rank]
+        for name in ("pack 0", "shard_hop 0", "replica_hop 0"):
+            found = [event["args"]["step"] for event in of_rank if event["name"] == name]
+            assert found == [1, 2], name
+    assert trace["otherData"]["clock_error_ms"] > 0
+    assert traces(tmp_path) == ["trace.json"]
+
+
+def raises_on_rank_1(path: str) -> str | None:
+    """Rank 1's exception is its own at once; the others hear of it at the end of their block."""
+    with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
+        text = None
+        try:
+            with reducer.trace(path):
+                step(reducer)
+                if mesh.rank == 1:
+                    raise ValueError("mine")
+        except ValueError:
+            assert mesh.rank == 1
+        except hsdp.StepAbortedError as error:
+            assert error.ranks == (1,)
+            text = str(error)
+        step(reducer)
+        with reducer.trace(path):
+            step(reducer)
+        return text
+
+
+def test_a_block_that_raises_holds_up_no_other_rank(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    told = (
+        "trace: write: expected every rank to write its trace, got 'its block raised ValueError: mine' on "
+        "rank 1 of 4; no file was written"
+    )
+    assert ranks(4, raises_on_rank_1, str(tmp_path / "trace.json")) == [told, None, told, told]
+    assert traces(tmp_path) == ["trace.json"]  # the second one
+
+
+def test_a_block_within_another_is_refused(tmp_path: pathlib.Path) -> None:
+    with hsdp.init_mesh() as mesh, registered(mesh, "w", 64) as reducer:
+        with reducer.trace(tmp_path / "trace.json"):
+            step(reducer)
+            with pytest.raises(hsdp.UsageError, match="trace: begin: expected no other trace"):
+                with reducer.trace(tmp_path / "other.json"):
+                    pass
+        with pytest.raises(hsdp.Error, match="trace: cannot create "):
+            with reducer.trace(tmp_path / "none" / "trace.json"):
+                pass
+    assert traces(tmp_path) == ["trace.json"]
+
+
+def test_a_reducer_may_be_closed_within_its_block(tmp_path: pathlib.Path) -> None:
+    with hsdp.init_mesh() as mesh, registered(mesh, "w", 64) as reducer:
+        with reducer.trace(tmp_path / "trace.json"):
+            step(reducer)
+            reducer.close()
+        with pytest.raises(hsdp.UsageError, match="closed"):
+            reducer.wait_table()
+    assert "shard_hop 0" not in (tmp_path / "trace.json").read_text()  # of one rank there is none
+    assert "pack 0" in (tmp_path / "trace.json").read_text()
+
+
+def waits_for_rank_2() -> Any:
+    with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
+        for _ in range(3):
+            step(reducer, late=2)
+        table = reducer.wait_table()
+        assert table.straggler == 2
+        assert all(waiting != awaited for waiting, awaited in table.seconds)
+        # Rank 3 waits in the shard group, rank 0 in the replicate group, rank 1 for a word at least.
+        assert sum(s for (_, awaited), s in table.seconds.items() if awaited == 2) > 0.15
+        assert 0 < table.clock_error_s < 0.03
+        # Three steps: a shard hop in each shard group, a replica hop in each replicate group, a word.
+        assert table.operations == 3 * (2 + 2 + 1)
+        return repr(table)
+
+
+def test_a_wait_table_names_the_rank_that_is_late(ranks: Launcher) -> None:
+    texts = ranks(4, waits_for_rank_2)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("rank 2 was waited for 0.")
+    assert "in 15 operations (clock error 0." in texts[0]
+    assert texts[0].endswith(" ms)")
+
+
+def test_a_rank_alone_waits_for_nobody() -> None:
+    with hsdp.init_mesh() as mesh, registered(mesh, "w", 64) as reducer:
+        step(reducer)
+        table = reducer.wait_table()
+        assert (table.seconds, table.operations, table.straggler) == ({}, 0, None)
+        assert repr(table) == "no rank was waited for in 0 operations (clock error 0.00 ms)"
+        with reducer.microbatch():
+            with pytest.raises(hsdp.UsageError, match="wait_table"):
+                reducer.wait_table()
+            reducer.gradient_ready("w", np.zeros(64, np.float32))

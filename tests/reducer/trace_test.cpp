@@ -1,0 +1,254 @@
+// Traces of all ranks: what they show, and what is left where a rank does not write its own.
+#include "hsdp/trace.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <csignal>
+#include <thread>
+
+#include "hsdp/error.h"
+#include "tests/support/process_ranks.h"
+#include "tests/support/reducer_step.h"
+#include "tests/support/temporary_directory.h"
+#include "tests/support/trace_file.h"
+
+namespace hsdp::test {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::AnyOf;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+constexpr int kTracedSteps = 2;
+constexpr MeshShape kTwo{.replicate = 1, .shard = 2};
+
+StepCase traced_step(MeshShape shape) {
+  return random_step(odd_parameters(Dtype::kF32), shape.size(), {Sync::kShard, Sync::kAll}, 11);
+}
+
+class Traced : public testing::Test {
+ protected:
+  [[nodiscard]] std::filesystem::path path() const { return folder_ / "trace.json"; }
+  [[nodiscard]] std::vector<std::string> files() const {
+    std::vector<std::string> names;
+    for (const auto& entry : std::filesystem::directory_iterator(folder_.path())) {
+      names.push_back(entry.path().filename());
+    }
+    return names;
+  }
+  // Steps before, within and after; the number of buckets.
+  [[nodiscard]] int trace_steps(const Mesh& mesh, MeshShape shape) const {
+    const StepCase step = traced_step(shape);
+    Reducer reducer(mesh, {.bucket_bytes = 4 << 10, .name = "net"});
+    register_all(reducer, step);
+    static_cast<void>(run_step(reducer, step, mesh.rank()));
+    // Of the other ranks' paths nothing is made.
+    Trace trace(reducer, mesh.rank() == 0 ? path() : "/nowhere/trace.json");
+    for (int i = 0; i < kTracedSteps; ++i) {
+      run_schedule(reducer, step, mesh.rank());  // the last hops end in write()
+    }
+    trace.write();
+    static_cast<void>(run_step(reducer, step, mesh.rank()));
+    return reducer.stats().bucket_count;
+  }
+  void expect_trace(MeshShape shape, int buckets) const {
+    EXPECT_GT(buckets, 1);
+    const TraceFile trace = read_trace(path());
+    expect_whole_trace(trace, shape, kTracedSteps, buckets);
+    expect_flows(trace, shape, kTracedSteps, buckets);
+    expect_one_clock(trace, shape);
+    EXPECT_EQ(trace.other.at("engine"), "host");
+    for (const TraceSlice& one : trace.slices) EXPECT_FALSE(one.args.contains("state"));
+    EXPECT_THAT(files(), ElementsAre("trace.json"));
+  }
+
+  TemporaryDirectory folder_;
+};
+
+TEST_F(Traced, ShowsEveryBucketOfEveryThread) {
+  int buckets = 0;
+  run_mesh(kSquare, [&](const Mesh& mesh) {
+    const int count = trace_steps(mesh, kSquare);
+    if (mesh.rank() == 0) buckets = count;
+  });
+  expect_trace(kSquare, buckets);
+}
+
+TEST_F(Traced, ShowsEveryBucketOfEveryProcess) {
+  const auto outcomes = run_processes(4, {}, [&](int rank) {
+    const Mesh mesh = init_mesh({.replicate = 2, .shard = 2});
+    const int count = trace_steps(mesh, kSquare);
+    if (rank == 0) note(std::to_string(count));
+    return 0;
+  });
+  for (const RankOutcome& outcome : outcomes) ASSERT_TRUE(outcome.ok()) << outcome.error;
+  expect_trace(kSquare, std::stoi(outcomes[0].notes.at(0)));
+}
+
+TEST_F(Traced, SeesTheOperationsOfOtherReducersToo) {
+  run_mesh(kTwo, [&](const Mesh& mesh) {
+    const StepCase step = traced_step(kTwo);
+    Reducer one(mesh, {.name = "one"});
+    Reducer other(mesh, {.name = "other"});
+    register_all(one, step);
+    register_all(other, step);
+    Trace trace(one, path());
+    static_cast<void>(run_step(one, step, mesh.rank()));
+    static_cast<void>(run_step(other, step, mesh.rank()));
+    trace.write();
+  });
+  std::vector<std::string> titles;
+  for (const auto& [track, title] : read_trace(path()).tracks) titles.push_back(title);
+  EXPECT_THAT(titles, testing::Contains("shard hop, reducer 'one'"));
+  EXPECT_THAT(titles, testing::Contains("shard hop, reducer 'other'"));
+}
+
+TEST_F(Traced, OfARankAloneNeedsNoOtherClock) {
+  run_mesh({.replicate = 1, .shard = 1}, [&](const Mesh& mesh) {
+    EXPECT_GT(trace_steps(mesh, {.replicate = 1, .shard = 1}), 0);
+  });
+  EXPECT_EQ(read_trace(path()).other.at("clock_error_ms"), 0);
+}
+
+// Both ranks hear of it, and the first trace goes on.
+TEST_F(Traced, RefusesASecondOneAtOnce) {
+  run_mesh(kTwo, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    Reducer other(mesh, {.name = "other"});
+    Trace trace(reducer, path());
+    for (Reducer* const which : {&reducer, &other}) {
+      EXPECT_THAT(caught<UsageError>([&] { const Trace second(*which, folder_ / "second.json"); }),
+                  says("trace: begin: expected no other trace in this job, got one that runs; end "
+                       "it first"));
+    }
+    trace.write();
+    EXPECT_THAT(caught<UsageError>([&] { trace.write(); }), says(HasSubstr("trace: write")));
+    Trace(reducer, path()).write();
+  });
+  EXPECT_THAT(files(), ElementsAre("trace.json"));
+}
+
+TEST_F(Traced, ThatCannotBeginBeginsNowhere) {
+  run_mesh(kTwo, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    const auto begin = [&] { const Trace trace(reducer, folder_ / "none" / "trace.json"); };
+    for (int i = 0; i < 2; ++i) {
+      if (mesh.rank() == 0) {
+        EXPECT_THAT(caught<Error>(begin), says(HasSubstr("trace: cannot create ")));
+      } else {
+        EXPECT_THAT(
+            caught<StepAbortedError>(begin),
+            says(AllOf(HasSubstr("rank 0 of 2 could not begin its trace: trace: cannot create "))));
+      }
+    }
+    Trace(reducer, path()).write();
+  });
+}
+
+// A folder in the file's place.
+TEST_F(Traced, ThatCannotBeWrittenIsAnErrorOnEveryRank) {
+  std::filesystem::create_directories(path() / "inside");
+  run_mesh(kTwo, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    Trace trace(reducer, path());
+    EXPECT_THAT(caught<Error>([&] { trace.write(); }),
+                says(AllOf(HasSubstr("trace: cannot rename "), HasSubstr("(rank 0 of 2)"))));
+  });
+  EXPECT_THAT(files(), ElementsAre("trace.json"));
+}
+
+// The rank whose block raises waits for no other; these hear of it where they end theirs.
+TEST_F(Traced, ThatARankLeavesIsWrittenByNone) {
+  for (const int leaver : {0, 1}) {
+    run_mesh(kTwo, [&](const Mesh& mesh) {
+      const StepCase step = traced_step(kTwo);
+      Reducer reducer(mesh);
+      register_all(reducer, step);
+      const auto block = [&] {
+        Trace trace(reducer, path());
+        if (mesh.rank() == leaver) throw std::runtime_error("mine");
+        trace.write();
+      };
+      if (mesh.rank() == leaver) {
+        EXPECT_THROW(block(), std::runtime_error);
+      } else {
+        const std::string rank = "rank " + std::to_string(leaver) + " of 2";
+        EXPECT_THAT(caught<StepAbortedError>(block),
+                    says("trace: write: expected every rank to write its trace, got 'its block "
+                         "raised an exception' on " +
+                         rank + "; no file was written"));
+      }
+      static_cast<void>(run_step(reducer, step, mesh.rank()));
+    });
+    EXPECT_THAT(files(), ElementsAre());
+  }
+}
+
+TEST_F(Traced, IsReplacedAsAWholeOrNotAtAll) {
+  std::ofstream(path()) << "before";
+  const auto content = [&] {
+    std::ifstream file(path());
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  run_mesh(kTwo, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    Trace trace(reducer, path());
+  });
+  EXPECT_EQ(content(), "before");
+  run_mesh(kTwo, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    Trace(reducer, path()).write();
+  });
+  EXPECT_THAT(content(), HasSubstr("traceEvents"));
+}
+
+// At any time while it is written: the file is whole, or there is none.
+TEST_F(Traced, OfARankThatDiesIsAnErrorOfTheOthers) {
+  for (const int victim : {3, 0}) {
+    for (int tries = 0; tries < 8; ++tries) {
+      std::filesystem::remove(path());
+      const auto outcomes = run_processes(4, {}, [&](int rank) {
+        const Mesh mesh = init_mesh({.replicate = 2, .shard = 2});
+        const StepCase step = traced_step(kSquare);
+        Reducer reducer(mesh, {.bucket_bytes = 4 << 10});
+        register_all(reducer, step);
+        Trace trace(reducer, path());
+        for (int i = 0; i < 20; ++i) static_cast<void>(run_step(reducer, step, rank));
+        if (rank == victim) {
+          std::thread([tries] {
+            std::this_thread::sleep_for(std::chrono::milliseconds(2 * tries));
+            ::_exit(3);
+          }).detach();
+        }
+        try {
+          trace.write();
+          note("written");
+        } catch (const PeerLostError& error) {
+          note(error.what());
+        }
+        if (rank == victim) ::pause();
+        return 0;
+      });
+      const std::string lost = "rank " + std::to_string(victim) + " of 4";
+      for (int rank = 0; rank < 4; ++rank) {
+        const RankOutcome& outcome = outcomes[static_cast<std::size_t>(rank)];
+        if (rank == victim) continue;
+        EXPECT_TRUE(outcome.ok()) << outcome.error;
+        EXPECT_LT(outcome.seconds, 10);
+        EXPECT_THAT(outcome.notes, ElementsAre(AnyOf("written", HasSubstr(lost))));
+      }
+      if (std::filesystem::exists(path())) {
+        EXPECT_EQ(read_trace(path()).ranks.size(), 4U);
+      }
+      if (victim != 0) {
+        EXPECT_THAT(files(), AnyOf(ElementsAre(), ElementsAre("trace.json")));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace hsdp::test

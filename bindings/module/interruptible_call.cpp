@@ -7,7 +7,6 @@
 
 #include <chrono>
 #include <condition_variable>
-#include <csignal>
 #include <exception>
 #include <mutex>
 #include <thread>
@@ -16,6 +15,7 @@
 #include "bindings/module/held_object.h"
 #include "bindings/module/log_sink.h"
 #include "hsdp/comm/fork_guard.h"
+#include "hsdp/device/all_signals_blocked.h"
 #include "hsdp/error.h"
 
 namespace hsdp::python {
@@ -85,12 +85,8 @@ void serve(const std::shared_ptr<Post>& post) {
 
 std::shared_ptr<Post> start_thread() {
   auto post = std::make_shared<Post>();
-  sigset_t all;
-  sigset_t saved;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &saved);  // signals are for the application's threads
+  const AllSignalsBlocked blocked;
   std::thread([post] { serve(post); }).detach();
-  pthread_sigmask(SIG_SETMASK, &saved, nullptr);
   return post;
 }
 

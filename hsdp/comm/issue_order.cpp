@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <csignal>
 #include <deque>
 #include <limits>
 #include <map>
@@ -22,6 +21,7 @@
 #include "hsdp/comm/control/wire_text.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/recorded_turns.h"
+#include "hsdp/device/all_signals_blocked.h"
 #include "hsdp/device/host_event.h"
 
 namespace hsdp {
@@ -531,9 +531,6 @@ std::function<void()> IssueOrder::State::needed_first(const Queue& mine) {
 
 void IssueOrder::State::work() {
   is_issuing = true;
-  sigset_t all;  // signals are for the application's threads
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, nullptr);
   Lock lock(mutex);
   for (;;) {
     for (const auto& [_, queue] : queues) queue->sort();
@@ -734,6 +731,7 @@ IssueOrder::IssueOrder(const Communicator& world) : state_(std::make_shared<Stat
   };
   on_failure_ = control.on_failure(fail);
   if (control.failed()) fail();
+  const AllSignalsBlocked blocked;
   std::thread thread([state = state_] { state->work(); });
   ::pthread_setname_np(thread.native_handle(), "hsdp-issue");
   thread.detach();

@@ -3,12 +3,12 @@
 #include <pthread.h>
 
 #include <condition_variable>
-#include <csignal>
 #include <deque>
 #include <exception>
 #include <mutex>
 #include <utility>
 
+#include "hsdp/device/all_signals_blocked.h"
 #include "hsdp/device/host_event.h"
 #include "hsdp/error.h"
 
@@ -18,23 +18,6 @@ namespace {
 struct Item {
   std::function<void()> task;        // either this
   std::shared_ptr<HostEvent> event;  // or this, finished even after an error
-};
-
-// Blocks all signals while the thread is started, so that it inherits the mask: signals are for the
-// application's threads.
-class AllSignalsBlocked {
- public:
-  AllSignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &saved_);
-  }
-  ~AllSignalsBlocked() { pthread_sigmask(SIG_SETMASK, &saved_, nullptr); }
-  AllSignalsBlocked(const AllSignalsBlocked&) = delete;
-  AllSignalsBlocked& operator=(const AllSignalsBlocked&) = delete;
-
- private:
-  sigset_t saved_{};
 };
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/rendezvous/launch_environment.h"
+#include "hsdp/device/all_signals_blocked.h"
 
 namespace hsdp {
 namespace {
@@ -79,17 +80,8 @@ class FlightWriter {
  public:
   explicit FlightWriter(std::filesystem::path folder) : folder_(std::move(folder)) {
     ::sem_init(&something_to_write, 0, 0);
-    sigset_t all;
-    sigset_t saved;
-    sigfillset(&all);  // signals are for the application's threads
-    pthread_sigmask(SIG_SETMASK, &all, &saved);
-    try {
-      thread_ = std::thread([this] { work(); });
-    } catch (...) {
-      pthread_sigmask(SIG_SETMASK, &saved, nullptr);
-      throw;
-    }
-    pthread_sigmask(SIG_SETMASK, &saved, nullptr);
+    const AllSignalsBlocked blocked;
+    thread_ = std::thread([this] { work(); });
     pthread_setname_np(thread_.native_handle(), "hsdp-flight");
     listen_to_signal();
   }

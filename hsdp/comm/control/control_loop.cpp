@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <boost/asio/post.hpp>
-#include <csignal>
 #include <exception>
 #include <future>
 #include <utility>
 
 #include "hsdp/comm/descriptor_limit.h"
 #include "hsdp/comm/rendezvous/tcp_rendezvous.h"
+#include "hsdp/device/all_signals_blocked.h"
 
 namespace hsdp::comm {
 namespace asio = boost::asio;
@@ -239,14 +239,9 @@ void ControlLoop::enter_tree(const ControlTree& tree) {
 }
 
 void ControlLoop::start_thread() {
-  // Signals are for the application's threads.
-  sigset_t all;
-  sigset_t before;
-  ::sigfillset(&all);
-  ::pthread_sigmask(SIG_SETMASK, &all, &before);
+  const AllSignalsBlocked blocked;
   arm_tick();
   thread_ = std::thread([this] { run(); });
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 void ControlLoop::run() {

@@ -4,12 +4,12 @@
 
 #include <algorithm>
 #include <chrono>
-#include <csignal>
 #include <optional>
 #include <utility>
 
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/comm/nccl/nccl_link.h"
+#include "hsdp/device/all_signals_blocked.h"
 #include "hsdp/device/cuda_call.h"
 #include "hsdp/device/flag.h"
 #include "hsdp/error.h"
@@ -57,6 +57,7 @@ NcclWatch::NcclWatch(std::shared_ptr<Control> control, std::shared_ptr<const Ncc
     failed_ = true;
     changed_.notify_all();
   });
+  const AllSignalsBlocked blocked;
   thread_ = std::thread([this] { watch(); });
   ::pthread_setname_np(thread_.native_handle(), "hsdp-nccl");
 }
@@ -111,9 +112,6 @@ bool NcclWatch::aborted() const {
 }
 
 void NcclWatch::watch() {
-  sigset_t all;  // signals are for the application's threads
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, nullptr);
   std::optional<OnCudaDevice> current;
   try {
     current.emplace(device_);

@@ -1,11 +1,11 @@
 #include "zero/parameter_gather.h"
 
 #include <algorithm>
-#include <chrono>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
 
+#include "hsdp/comm/operation_record.h"
 #include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
 #include "hsdp/index_check.h"
@@ -21,10 +21,6 @@ using reducer::FullArray;
 using reducer::GatherUnit;
 
 constexpr const char* kWhere = "zero: parameter gather";
-
-double now_s() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 void check_master(const GatheredParameter& parameter, const Slice& own) {
   const TensorView& master = parameter.master;
@@ -162,7 +158,7 @@ void ParameterGather::Parts::wait_gathered() const {
 void ParameterGather::Parts::gather(std::size_t unit, const How& how, Stream& stream) {
   reducer::Groups& groups = lane->groups();
   const reducer::SliceOwner owner = groups.owner();
-  const double begin_s = now_s();
+  const double begin_s = Operations::now_s();
   std::int64_t bytes = 0;
   std::vector<reducer::CutArray> shards;
   for (const FullArray& full : units[unit]) {
@@ -186,7 +182,7 @@ void ParameterGather::Parts::gather(std::size_t unit, const How& how, Stream& st
     check->add(static_cast<std::size_t>(members[unit][i]), units[unit][i].array, stream);
   }
   const std::scoped_lock lock(mutex);
-  times[unit] = {begin_s, now_s()};
+  times[unit] = {begin_s, Operations::now_s()};
   stats.gather_count += gathers;
   if (gathers > 0) stats.bytes += bytes;
 }
@@ -249,10 +245,10 @@ int ParameterGather::find(std::string_view name) const {
 void ParameterGather::wait(int parameter) {
   const Event event = ready(parameter);
   if (event.state() == nullptr) return;
-  const double begin_s = now_s();
+  const double begin_s = Operations::now_s();
   const bool is_late = !event.complete();
   parts_->lane->wait(event);
-  const double waited_s = now_s() - begin_s;
+  const double waited_s = Operations::now_s() - begin_s;
   const std::scoped_lock lock(parts_->mutex);
   if (is_late) parts_->stats.exposed_s += waited_s;
   // It is there, whatever becomes of the world.

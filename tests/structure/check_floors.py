@@ -8,7 +8,7 @@ Exit status: 0 when the tree keeps the rules, 1 after printing each violation, 2
 import pathlib
 import re
 import sys
-from typing import Iterator, List, NamedTuple, Optional, Set
+from typing import Callable, Iterator, List, NamedTuple, Optional, Set
 
 SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 SOURCE_FOLDERS = ("hsdp", "zero", "quant", "bindings", "examples", "tests")
@@ -164,13 +164,18 @@ def check(root: pathlib.Path) -> List[str]:
     return found
 
 
-def main(arguments: List[str]) -> int:
+def run(script: str, arguments: List[str], find: Callable[[pathlib.Path], List[str]], all_well: str) -> int:
+    """What a script of this folder does with its arguments: its exit status."""
     if len(arguments) != 1 or not (pathlib.Path(arguments[0]) / "hsdp").is_dir():
-        print("check_floors: usage: check_floors.py REPOSITORY", file=sys.stderr)
+        print(f"{script}: usage: {script}.py REPOSITORY", file=sys.stderr)
         return 2
-    found = check(pathlib.Path(arguments[0]))
-    print("\n".join(found) if found else "check_floors: the tree keeps its floors")
+    found = find(pathlib.Path(arguments[0]))
+    print("\n".join(found) if found else f"{script}: {all_well}")
     return 1 if found else 0
+
+
+def main(arguments: List[str]) -> int:
+    return run("check_floors", arguments, check, "the tree keeps its floors")
 
 
 if __name__ == "__main__":

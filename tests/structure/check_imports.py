@@ -13,6 +13,8 @@ import pathlib
 import sys
 from typing import Dict, Iterator, List, Set, Tuple
 
+from check_floors import run
+
 PACKAGE = pathlib.Path("bindings", "hsdp")
 DOOR = "hsdp.framework"
 
@@ -78,14 +80,5 @@ def check(repository: pathlib.Path) -> List[str]:
     return found + [f"imports go one way only, but not among {', '.join(one)}" for one in circles(graph)]
 
 
-def main(arguments: List[str]) -> int:
-    if len(arguments) != 1 or not (pathlib.Path(arguments[0]) / PACKAGE).is_dir():
-        print("check_imports: usage: check_imports.py REPOSITORY", file=sys.stderr)
-        return 2
-    found = check(pathlib.Path(arguments[0]))
-    print("\n".join(found) if found else "check_imports: no file of the package is on a circle")
-    return 1 if found else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run("check_imports", sys.argv[1:], check, "no file of the package is on a circle"))

@@ -135,6 +135,20 @@ void run_microbatch(Reducer& reducer, const StepCase& step, int microbatch, int 
   for (StoredGradient& gradient : stored) gradient.poison();
 }
 
+void drop_step(Reducer& reducer, const StepCase& step, int rank) {
+  reducer.begin_microbatch({.last = true});
+  if (rank == 1) {
+    EXPECT_THROW(reducer.end_microbatch(), UsageError);
+    return;
+  }
+  const auto gradients = deliver(reducer, step, 0, rank);
+  const auto hear = [&] {
+    reducer.end_microbatch();
+    static_cast<void>(reducer.shard(step.parameters.front().name));
+  };
+  EXPECT_THROW(hear(), StepAbortedError);
+}
+
 void run_schedule(Reducer& reducer, const StepCase& step, int rank, const Delivery& delivery) {
   for (std::size_t m = 0; m < step.schedule.size(); ++m) {
     run_microbatch(reducer, step, static_cast<int>(m), rank, {.sync = step.schedule[m]}, delivery);

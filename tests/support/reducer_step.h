@@ -63,6 +63,8 @@ void register_all(Reducer& reducer, const StepCase& step);
                                                   const Delivery& delivery = {});
 void run_microbatch(Reducer& reducer, const StepCase& step, int microbatch, int rank,
                     const MicrobatchOptions& options, const Delivery& delivery = {});
+// A step that rank 1 drops, for want of gradients. Every rank has heard of that when it returns.
+void drop_step(Reducer& reducer, const StepCase& step, int rank);
 // The microbatches with their explicit schedule, and finish() if the step ends with it.
 void run_schedule(Reducer& reducer, const StepCase& step, int rank, const Delivery& delivery = {});
 // The whole step with its factors; reads the result.

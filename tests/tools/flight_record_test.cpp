@@ -14,6 +14,7 @@
 
 #include "hsdp/error.h"
 #include "hsdp/row_reducer.h"
+#include "tests/support/command_outcome.h"
 #include "tests/support/process_ranks.h"
 #include "tests/support/reducer_step.h"
 #include "tests/support/temporary_directory.h"
@@ -30,11 +31,6 @@ using testing::Not;
 
 constexpr int kEnded = 10;
 constexpr MeshShape kPair{.replicate = 1, .shard = 2};
-
-struct Findings {
-  int status = -1;
-  std::string text;
-};
 
 class FlightRecord : public testing::Test {
  protected:
@@ -60,17 +56,8 @@ class FlightRecord : public testing::Test {
   void write(const std::string& name, const std::string& text) const {
     std::ofstream(folder_ / name) << text;
   }
-  [[nodiscard]] Findings check() const {
-    const std::string command = std::string(HSDP_CHECK) + " --flight " + folder_.path().string();
-    FILE* const pipe = ::popen((command + " 2>&1").c_str(), "r");
-    Findings findings;
-    std::array<char, 4096> buffer{};
-    for (std::size_t got = 0; (got = std::fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) {
-      findings.text.append(buffer.data(), got);
-    }
-    const int status = ::pclose(pipe);
-    findings.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    return findings;
+  [[nodiscard]] CommandOutcome check() const {
+    return run_command(HSDP_CHECK " --flight " + folder_.path().string());
   }
 
   TemporaryDirectory folder_;
@@ -135,14 +122,15 @@ TEST_F(FlightRecord, NamesTheRankThatDoesNotComeToItsMicrobatch) {
   EXPECT_EQ(hop.at("microbatch"), 0);
   EXPECT_NE(hop.at("state"), "done");
   EXPECT_EQ(last_of(record(3), "shard_hop").at("step"), 1);
-  const Findings findings = check();
+  const CommandOutcome findings = check();
   EXPECT_EQ(findings.status, 1);
-  EXPECT_THAT(findings.text, HasSubstr("flight records of 4 of 4 ranks\n"));
-  EXPECT_THAT(findings.text, HasSubstr("the others waited for rank 3 of 4\n"));
-  EXPECT_THAT(findings.text, HasSubstr("shard_hop of bucket 0, step 2, microbatch 0 (reducer 'net')"
-                                       ": rank 2 of 4 waited in it for "));
-  EXPECT_THAT(findings.text, HasSubstr("had not come: rank 3 of 4"));
-  EXPECT_THAT(findings.text, HasSubstr("the last operation that all ranks completed: "));
+  EXPECT_THAT(findings.output, HasSubstr("flight records of 4 of 4 ranks\n"));
+  EXPECT_THAT(findings.output, HasSubstr("the others waited for rank 3 of 4\n"));
+  EXPECT_THAT(findings.output,
+              HasSubstr("shard_hop of bucket 0, step 2, microbatch 0 (reducer 'net')"
+                        ": rank 2 of 4 waited in it for "));
+  EXPECT_THAT(findings.output, HasSubstr("had not come: rank 3 of 4"));
+  EXPECT_THAT(findings.output, HasSubstr("the last operation that all ranks completed: "));
   ranks.signal(3, SIGKILL);
 }
 
@@ -159,9 +147,9 @@ TEST_F(FlightRecord, NamesARankThatWasKilledAndLeftNone) {
     EXPECT_THAT(record(rank).at("error").get<std::string>(), HasSubstr("rank 1 of 4"));
   }
   EXPECT_FALSE(has_record(1));
-  const Findings findings = check();
+  const CommandOutcome findings = check();
   EXPECT_EQ(findings.status, 1);
-  EXPECT_THAT(findings.text,
+  EXPECT_THAT(findings.output,
               AllOf(HasSubstr("flight records of 3 of 4 ranks\nrank 1 of 4 left no record\n"),
                     HasSubstr("the others waited for rank 1 of 4\n")));
 }
@@ -170,12 +158,12 @@ TEST_F(FlightRecord, NamesARankThatWasStopped) {
   ProcessRanks ranks(2, options(),
                      [](int) { return run_until_error(kPair, 1.5, 1, [] { ::raise(SIGSTOP); }); });
   ASSERT_TRUE(ranks.wait_for_end(0));
-  const Findings stopped = check();
-  EXPECT_THAT(stopped.text, AllOf(HasSubstr("rank 1 of 2 left no record\n"),
-                                  HasSubstr("the others waited for rank 1 of 2\n")));
+  const CommandOutcome stopped = check();
+  EXPECT_THAT(stopped.output, AllOf(HasSubstr("rank 1 of 2 left no record\n"),
+                                    HasSubstr("the others waited for rank 1 of 2\n")));
   ranks.signal(1, SIGCONT);
   EXPECT_EQ(ranks.finish()[1].exit_code, kEnded);
-  EXPECT_THAT(check().text, HasSubstr("flight records of 2 of 2 ranks\n"));
+  EXPECT_THAT(check().output, HasSubstr("flight records of 2 of 2 ranks\n"));
 }
 
 // Nothing has ended: the signal asks a job that goes on.
@@ -212,7 +200,7 @@ TEST_F(FlightRecord, IsWrittenOnSigusr1) {
       EXPECT_EQ(record(rank).at("reason"), "signal");
       EXPECT_EQ(record(rank).at("error"), "");
     }
-    text = check().text;
+    text = check().output;
     sleeps = text.find("waited in it") != std::string::npos && !record(0).at("waits").empty();
   }
   EXPECT_TRUE(sleeps);
@@ -352,18 +340,18 @@ json hand_written(int rank, double wall_s, const std::vector<int>& ranks, int wo
 TEST_F(FlightRecord, OfOtherMomentsBlamesNobody) {
   write("rank_0.json", hand_written(0, 2.5, {0, 1}, 3).dump());
   write("rank_1.json", hand_written(1, 6.5, {0, 1}, 7, "begun").dump());
-  const Findings findings = check();  // ranks 2 and 3 have no Reducer
-  EXPECT_EQ(findings.status, 0) << findings.text;
-  EXPECT_THAT(findings.text, HasSubstr("no rank waited for another"));
+  const CommandOutcome findings = check();  // ranks 2 and 3 have no Reducer
+  EXPECT_EQ(findings.status, 0) << findings.output;
+  EXPECT_THAT(findings.output, HasSubstr("no rank waited for another"));
 }
 
 TEST_F(FlightRecord, WithAnErrorIsNoCleanOne) {
   write("rank_0.json", hand_written(0, 9, {0, 1}, 3, "begun", "timeout").dump());
   write("rank_1.json", hand_written(1, 9, {0, 1}, 3, "begun", "timeout").dump());
-  const Findings findings = check();
-  EXPECT_EQ(findings.status, 1) << findings.text;
-  EXPECT_THAT(findings.text, AllOf(HasSubstr("error on ranks 0, 1 of 4: timeout"),
-                                   HasSubstr("every rank had come")));
+  const CommandOutcome findings = check();
+  EXPECT_EQ(findings.status, 1) << findings.output;
+  EXPECT_THAT(findings.output, AllOf(HasSubstr("error on ranks 0, 1 of 4: timeout"),
+                                     HasSubstr("every rank had come")));
 }
 
 TEST_F(FlightRecord, SaysWhatCannotBeWritten) {
@@ -412,9 +400,9 @@ TEST_F(FlightRecord, OfARankThatDiesWhileItWritesIsWholeOrNotThere) {
     ranks.signal(0, SIGKILL);
     EXPECT_EQ(ranks.finish()[0].signal, SIGKILL);
     EXPECT_EQ(record(0).at("rank"), 0);
-    const Findings findings = check();  // a temporary file beside it is none
-    EXPECT_EQ(findings.status, 0) << findings.text;
-    EXPECT_THAT(findings.text, HasSubstr("flight records of 1 of 1 ranks\n"));
+    const CommandOutcome findings = check();  // a temporary file beside it is none
+    EXPECT_EQ(findings.status, 0) << findings.output;
+    EXPECT_THAT(findings.output, HasSubstr("flight records of 1 of 1 ranks\n"));
   }
 }
 
@@ -441,9 +429,9 @@ json operation(int number, const std::string& kind, int step, const std::string&
 TEST_F(FlightRecord, RefusesWhatIsNone) {
   const auto refuses = [&](const std::string& text, const std::string& why) {
     write("rank_0.json", text);
-    const Findings findings = check();
-    EXPECT_EQ(findings.status, 2) << findings.text;
-    EXPECT_THAT(findings.text,
+    const CommandOutcome findings = check();
+    EXPECT_EQ(findings.status, 2) << findings.output;
+    EXPECT_THAT(findings.output,
                 AllOf(HasSubstr("hsdp_check: cannot tell: flight record: "),
                       HasSubstr("rank_0.json: expected the record of a rank, got " + why)));
   };
@@ -465,15 +453,16 @@ TEST_F(FlightRecord, RefusesWhatIsNone) {
   refuses(empty_record(0, 0).dump(), "one of ");
   write("rank_0.json", whole.dump());
   write("rank_1.json", empty_record(1, 3).dump());
-  EXPECT_THAT(check().text, AllOf(HasSubstr("expected the records of one job, got one of "),
-                                  HasSubstr("; give each job a folder")));
+  EXPECT_THAT(check().output, AllOf(HasSubstr("expected the records of one job, got one of "),
+                                    HasSubstr("; give each job a folder")));
 }
 
 TEST_F(FlightRecord, RefusesAFolderWithoutOne) {
-  const Findings empty = check();
+  const CommandOutcome empty = check();
   EXPECT_EQ(empty.status, 2);
-  EXPECT_THAT(empty.text, HasSubstr("expected a folder with files rank_N.json, got none; start the "
-                                    "job with HSDP_FLIGHT_DIR"));
+  EXPECT_THAT(empty.output,
+              HasSubstr("expected a folder with files rank_N.json, got none; start the "
+                        "job with HSDP_FLIGHT_DIR"));
 }
 
 // 2 x 2, seconds of a clock that began with the host.
@@ -490,9 +479,9 @@ TEST_F(FlightRecord, FollowsTheChainOfWaitsToItsEnd) {
   for (int rank = 0; rank < 4; ++rank) {
     write("rank_" + std::to_string(rank) + ".json", records[rank].dump());
   }
-  const Findings findings = check();
+  const CommandOutcome findings = check();
   EXPECT_EQ(findings.status, 1);
-  EXPECT_EQ(findings.text,
+  EXPECT_EQ(findings.output,
             "flight records of 4 of 4 ranks\n"
             "shard_hop, step 5 (reducer): rank 2 of 4 waited in it for 9.00 s\n"
             "    had not come: rank 3 of 4\n"
@@ -512,10 +501,10 @@ TEST_F(FlightRecord, OfARankFarAheadDoesNotMissWhatItForgot) {
     if (rank == 1) one["operations"].push_back(operation(2000, "word", 9, "done", 60));
     write("rank_" + std::to_string(rank) + ".json", one.dump());
   }
-  const Findings findings = check();
+  const CommandOutcome findings = check();
   EXPECT_EQ(findings.status, 0);
-  EXPECT_THAT(findings.text, HasSubstr("no rank waited for another\n"));
-  EXPECT_THAT(findings.text, HasSubstr("no operation that all ranks completed"));
+  EXPECT_THAT(findings.output, HasSubstr("no rank waited for another\n"));
+  EXPECT_THAT(findings.output, HasSubstr("no operation that all ranks completed"));
 }
 
 }  // namespace

@@ -1,40 +1,26 @@
 // The command as people and scripts use it: exit status, table, JSON, report.
 #include <gmock/gmock.h>
-#include <sys/wait.h>
 
-#include <cstdio>
 #include <nlohmann/json.hpp>
 
 #include "tests/snapshot/written_snapshot.h"
+#include "tests/support/command_outcome.h"
 
 namespace hsdp {
 namespace {
 
 using namespace hsdp::testing;
 using nlohmann::json;
+using test::CommandOutcome;
+using test::run_command;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-struct Outcome {
-  int status = -1;
-  std::string output;  // both streams unless redirected
-};
-
 class HsdpCheck : public ::testing::Test {
  protected:
-  Outcome run(const std::string& arguments, const std::string& redirect = "2>&1") {
-    const std::string command = "cd '" + folder_.path().string() +
-                                "' && COLUMNS=200 " HSDP_CHECK " " + arguments + " " + redirect;
-    Outcome outcome;
-    FILE* pipe = ::popen(command.c_str(), "r");
-    if (pipe == nullptr) return outcome;
-    std::array<char, 4096> buffer{};
-    for (std::size_t got = 0; (got = std::fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) {
-      outcome.output.append(buffer.data(), got);
-    }
-    const int status = ::pclose(pipe);
-    outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    return outcome;
+  CommandOutcome run(const std::string& arguments, const std::string& redirect = {}) {
+    return run_command("cd '" + folder_.path().string() + "' && COLUMNS=200 " HSDP_CHECK " " +
+                       arguments + " " + redirect);
   }
 
   std::string last_line(const std::string& text) {
@@ -59,7 +45,7 @@ TEST_F(HsdpCheck, SaysSameAcrossMeshes) {
   write("replicas", gradients, mesh_info(4, 1));
   for (const char* other : {"flat", "rows", "replicas", "flat --bitwise", "rows --ulp 0",
                             "replicas --rtol 0 --atol 0"}) {
-    const Outcome outcome = run(std::string("one ") + other);
+    const CommandOutcome outcome = run(std::string("one ") + other);
     EXPECT_EQ(outcome.status, 0) << outcome.output;
     EXPECT_EQ(last_line(outcome.output), "same: 7 parameters, 200,133 elements");
   }
@@ -70,7 +56,7 @@ TEST_F(HsdpCheck, SaysDifferentAndNamesParameterAndElement) {
   write("b", gradients, mesh_info(2, 2));
   gradients[0].data[7] = 9.5F;
   write("a", gradients, mesh_info(1, 4, "dim0"));
-  const Outcome outcome = run("a b");
+  const CommandOutcome outcome = run("a b");
   EXPECT_EQ(outcome.status, 1) << outcome.output;
   EXPECT_THAT(outcome.output, HasSubstr("! layer.0.weight"));
   EXPECT_THAT(outcome.output, HasSubstr("a  a  (step 42, 1x4 dim0, 4 microbatches)"));
@@ -84,12 +70,12 @@ TEST_F(HsdpCheck, SaysDifferentAndNamesParameterAndElement) {
 TEST_F(HsdpCheck, ValidatesOneSnapshot) {
   auto gradients = some_gradients();
   write("s", gradients, mesh_info(2, 2));
-  const Outcome sound = run("s");
+  const CommandOutcome sound = run("s");
   EXPECT_EQ(sound.status, 0);
   EXPECT_EQ(last_line(sound.output), "sound: 7 parameters, 2 replicas bitwise equal");
   gradients[0].data[14] = std::numeric_limits<float>::quiet_NaN();
   write("nan", gradients, mesh_info(1, 2));
-  const Outcome unsound = run("nan");
+  const CommandOutcome unsound = run("nan");
   EXPECT_EQ(unsound.status, 1);
   EXPECT_EQ(last_line(unsound.output),
             "unsound: 1 of 7 parameters; 'layer.0.weight': 1 NaN or infinite element, the first "
@@ -132,7 +118,7 @@ TEST_F(HsdpCheck, ExitsWithTwoWhenItCannotTell) {
       {"empty empty", "nothing to compare: "},
       {"s s --all >/dev/full", "standard output"}};
   for (const auto& [arguments, message] : cases) {
-    const Outcome outcome = run(arguments);
+    const CommandOutcome outcome = run(arguments);
     EXPECT_EQ(outcome.status, 2) << arguments << ": " << outcome.output;
     if (arguments.find("/dev/full") != std::string::npos) continue;
     EXPECT_THAT(outcome.output, HasSubstr("hsdp_check: cannot tell: ")) << arguments;
@@ -163,7 +149,7 @@ TEST_F(HsdpCheck, AnErrorLeavesNoEarlierReport) {
 }
 
 TEST_F(HsdpCheck, HelpsAndTellsItsVersion) {
-  const Outcome help = run("--help");
+  const CommandOutcome help = run("--help");
   EXPECT_EQ(help.status, 0);
   for (const char* option :
        {"--rtol", "--atol", "--ulp", "--bitwise", "--json", "--html", "--all"}) {
@@ -177,7 +163,7 @@ TEST_F(HsdpCheck, PrintsJsonThatScriptsCanRelyOn) {
   write("b", gradients, mesh_info(2, 2), Dtype::kBf16);
   gradients[6].data[500] = std::numeric_limits<float>::infinity();
   write("a", gradients, mesh_info(1, 4, "dim0"));
-  const Outcome outcome = run("a b --json", "2>/dev/null");
+  const CommandOutcome outcome = run("a b --json", "2>/dev/null");
   EXPECT_EQ(outcome.status, 1);
   const json found = json::parse(outcome.output);
   EXPECT_EQ(found["schema"], 1);
@@ -245,7 +231,7 @@ TEST_F(HsdpCheck, KeepsControlCharactersFromTheTerminal) {
   auto gradients = some_gradients();
   gradients[0].name = "a\x1b[2Jb";
   write("s", gradients);
-  const Outcome outcome = run("s s");
+  const CommandOutcome outcome = run("s s");
   EXPECT_EQ(outcome.status, 0);
   EXPECT_THAT(outcome.output, Not(HasSubstr("\x1b")));
   EXPECT_THAT(outcome.output, HasSubstr("a?[2Jb"));

@@ -2,11 +2,8 @@
 // it refuses.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
 #include <fstream>
 #include <iterator>
 #include <memory>
@@ -17,6 +14,7 @@
 
 #include "hsdp/reducer_internal.h"
 #include "quant/loco_hop.h"
+#include "tests/support/command_outcome.h"
 #include "tests/support/reducer_step.h"
 #include "tests/support/temporary_directory.h"
 #include "zero/adamw.h"
@@ -26,14 +24,10 @@ namespace hsdp {
 namespace {
 
 using nlohmann::json;
+using test::CommandOutcome;
 using test::MeshShape;
 using testing::HasSubstr;
 using testing::StartsWith;
-
-struct Outcome {
-  int status = -1;
-  std::string output;  // both streams
-};
 
 const std::vector<ParameterSpec> kModel{
     {.name = "layers.0.weight", .shape = {70, 60}, .dtype = Dtype::kBf16},
@@ -44,23 +38,12 @@ constexpr int kMicrobatches = 3;
 
 class HsdpPlan : public testing::Test {
  protected:
-  Outcome run(const std::string& arguments) {
-    const std::string command =
-        "cd '" + folder_.path().string() + "' && " HSDP_PLAN " " + arguments + " 2>&1";
-    Outcome outcome;
-    FILE* pipe = ::popen(command.c_str(), "r");
-    if (pipe == nullptr) return outcome;
-    std::array<char, 4096> buffer{};
-    for (std::size_t got = 0; (got = std::fread(buffer.data(), 1, buffer.size(), pipe)) > 0;) {
-      outcome.output.append(buffer.data(), got);
-    }
-    const int status = ::pclose(pipe);
-    outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
-    return outcome;
+  CommandOutcome run(const std::string& arguments) {
+    return test::run_command("cd '" + folder_.path().string() + "' && " HSDP_PLAN " " + arguments);
   }
 
   json plan(const std::string& arguments) {
-    const Outcome outcome = run(arguments + " --json");
+    const CommandOutcome outcome = run(arguments + " --json");
     EXPECT_EQ(outcome.status, 0) << outcome.output;
     return json::parse(outcome.output, nullptr, false);
   }
@@ -226,7 +209,7 @@ TEST_F(HsdpPlan, DividesWhatLeavesARankByTheBandwidth) {
 }
 
 TEST_F(HsdpPlan, PrintsTables) {
-  const Outcome outcome =
+  const CommandOutcome outcome =
       run("--elements 7e9 --layers 32 --replicate 2 --shard 8 --shard-bandwidth 100GB/s");
   EXPECT_EQ(outcome.status, 0);
   EXPECT_THAT(outcome.output,
@@ -248,7 +231,8 @@ TEST_F(HsdpPlan, PrintsWhatItsPageShows) {
   const std::size_t begin = page.find(prompt);
   ASSERT_NE(begin, std::string::npos);
   const std::size_t arguments = begin + prompt.size();
-  const Outcome outcome = run(page.substr(arguments, page.find('\n', arguments) - arguments));
+  const CommandOutcome outcome =
+      run(page.substr(arguments, page.find('\n', arguments) - arguments));
   EXPECT_EQ(outcome.status, 0) << outcome.output;
   std::istringstream lines(outcome.output);
   int count = 0;
@@ -260,7 +244,7 @@ TEST_F(HsdpPlan, PrintsWhatItsPageShows) {
 
 TEST_F(HsdpPlan, RefusesWhatIsNoCommandLine) {
   const auto refuses = [this](const std::string& arguments, const std::string& text) {
-    const Outcome outcome = run(arguments);
+    const CommandOutcome outcome = run(arguments);
     EXPECT_EQ(outcome.status, 2) << arguments;
     EXPECT_THAT(outcome.output, StartsWith("hsdp_plan: " + text)) << arguments;
   };
@@ -284,7 +268,7 @@ TEST_F(HsdpPlan, RefusesWhatIsNoCommandLine) {
 
 TEST_F(HsdpPlan, RefusesHostileFiles) {
   const auto refuses = [this](const std::string& text) {
-    const Outcome outcome = run("--safetensors f");
+    const CommandOutcome outcome = run("--safetensors f");
     EXPECT_EQ(outcome.status, 2) << outcome.output;
     EXPECT_THAT(outcome.output, StartsWith("hsdp_plan: --safetensors")) << outcome.output;
     EXPECT_THAT(outcome.output, HasSubstr(text));
@@ -325,7 +309,7 @@ TEST_F(HsdpPlan, RefusesHostileFiles) {
   refuses("expected tensors of floating point, got none");
   write("f", tensor("[1]", "[0, 4]"), 4);
   std::filesystem::copy_file(folder_.path() / "f", folder_.path() / "again");
-  const Outcome twice = run("--safetensors f again");
+  const CommandOutcome twice = run("--safetensors f again");
   EXPECT_EQ(twice.status, 2);
   EXPECT_THAT(twice.output, HasSubstr("parameter 'a': expected a new name, got one registered"));
 }

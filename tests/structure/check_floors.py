@@ -13,7 +13,8 @@ from typing import Callable, Iterator, List, NamedTuple, Optional, Set
 SOURCE_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 SOURCE_FOLDERS = ("hsdp", "zero", "quant", "bindings", "examples", "tests")
 
-CORE = {"error", "log", "index_check", "dtype", "tensor_view", "divide_factors", "row_cut", "bucket_layout"}
+CORE = {"error", "log", "index_check", "dtype", "tensor_view", "divide_factors", "row_cut", "bucket_layout",
+        "bucket_layout_builder"}
 
 # A file may include what is in its own folder or on a lower floor. Folders first, then single files of
 # hsdp/; everything else in hsdp/ stands on the Reducer's floor.

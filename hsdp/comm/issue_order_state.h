@@ -1,0 +1,155 @@
+// The tasks of an IssueOrder and the thread that issues them: decides whose turn it is, alone or by
+// messages to the other ranks, and runs the task. Internal to issue_order.cpp, whose lanes bring
+// the tasks.
+//
+// Everything is under `mutex`, but for what the group is and what one thread alone looks at.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "hsdp/comm/issue_order.h"
+#include "hsdp/comm/recorded_turns.h"
+#include "hsdp/device/host_event.h"
+
+namespace hsdp {
+
+struct IssueOrder::State {
+  using RecordedTurns = comm::RecordedTurns;
+  using LaneCount = RecordedTurns::LaneCount;
+
+  static constexpr std::int64_t kAll = std::numeric_limits<std::int64_t>::max();
+  static inline thread_local bool is_issuing = false;  // this is the thread of an IssueOrder
+
+  struct Item {
+    std::function<void()> task;
+    std::function<bool()> skipped{};  // empty: a local task
+    int place = 0;
+    bool may_skip_later = false;
+    bool ends_step = false;
+    std::int64_t phase = -1;  // how many tasks but buckets had come to all lanes before it
+    std::shared_ptr<HostEvent> event{};  // instead of a task
+    bool ordered = false;                // once it is sorted
+    bool opens = false;                  // the first bucket of a microbatch
+  };
+  struct Queue {
+    int number = 0;
+    std::deque<Item> items;
+    bool meets = false;       // first buckets
+    bool opens_next = true;   // a bucket that comes is the first one
+    std::size_t sorted = 0;   // items at the front, known to be ordered or local
+    bool holds_back = false;  // a sorted one may yet change what the next ones are
+    struct Place {
+      int place = 0;
+      bool ends_step = false;
+      std::int64_t phase = 0;
+    };
+    std::deque<Place> places;  // of the ordered ones in the queue
+    std::int64_t issued = 0;   // ordered ones that left it
+    std::int64_t told = 0;     // how many the first rank knows to be ready here
+    std::int64_t chosen = 0;   // how many have got their turn
+    std::int64_t unasked = 0;  // how many need none, as there was one lane only: kAll, there is
+    std::vector<std::int64_t> heard;     // first rank: how many are ready, by rank
+    bool busy = false;                   // an item is out of the queue but not done
+    int open = 0;                        // tokens of open() that live
+    std::deque<std::int64_t> unissued;   // tasks but buckets, as numbers over all lanes
+    std::deque<std::thread::id> givers;  // the last
+    std::function<void()> give;          // on_need()
+    std::exception_ptr error;
+
+    void sort();
+    [[nodiscard]] bool idle() const { return items.empty() && !busy; }
+    [[nodiscard]] bool has_local() const { return sorted > 0 && !items.front().ordered; }
+    [[nodiscard]] bool has_ordered() const { return sorted > 0 && items.front().ordered; }
+    [[nodiscard]] std::int64_t ready() const {
+      return issued + static_cast<std::int64_t>(places.size());
+    }
+    [[nodiscard]] const Place& at(std::int64_t number_in_lane) const {
+      return places[static_cast<std::size_t>(number_in_lane - issued)];
+    }
+  };
+  // What Control is told that this thread waits for.
+  struct Wait {
+    int lane = 0;
+    std::int64_t number_in_lane = 0;
+    int place = 0;
+    int peer = 0;  // world rank
+    friend bool operator==(const Wait&, const Wait&) = default;
+  };
+  using Lock = std::unique_lock<std::mutex>;
+
+  std::weak_ptr<Communicator::Engine> engine;
+  std::string group_id;
+  std::vector<int> members;  // world ranks, of which the first chooses
+  int rank = 0;              // among them
+
+  mutable std::mutex mutex;
+  std::condition_variable changed;
+  std::map<int, std::shared_ptr<Queue>> queues;
+  int next_number = 0;
+  bool several = false;           // lanes: turns are agreed
+  std::int64_t issued_alone = 0;  // ordered items, while there is one lane
+  std::optional<RecordedTurns> record;
+  std::atomic<std::int64_t> phase = 0;  // of what comes next
+  int late = 0;                         // tokens of come_late() that live
+  bool owes = false;                    // what came late is not issued
+  bool paused = false;                  // until the ranks know from where on they agree
+  struct Stall {
+    std::chrono::steady_clock::time_point since;
+    std::int64_t taken = 0;
+  };
+  std::optional<Stall> stall;
+  struct Message {
+    int peer = 0;
+    std::uint32_t generation = 0;
+    std::vector<LaneCount> entries;
+  };
+  std::deque<Message> outbox;
+  bool sending = false;
+  std::uint32_t generation = 0;  // of `record`; messages of an earlier one are not read
+  bool failed = false;
+  bool closing = false;
+  std::optional<Wait> waiting;  // only the thread's
+  int wait_slot = 0;
+
+  void work();
+  void let_tasks_go_first();
+  [[nodiscard]] bool is_open() const;
+  [[nodiscard]] bool is_idle() const;
+  void come(Queue& queue, Item item);
+  void give_here(Queue& queue);
+  [[nodiscard]] const comm::Turns& turns() const { return record->turns(); }
+  [[nodiscard]] bool is_early(const Queue& queue) const;
+  [[nodiscard]] bool is_meeting() const;
+  [[nodiscard]] std::function<void()> needed_first(const Queue& mine);
+  bool run_one_local(Lock& lock);
+  void run_front(Lock& lock, Queue& queue);
+  void run_turn(Lock& lock, Queue& queue);
+  [[nodiscard]] std::shared_ptr<Queue> next_in_order() const;
+  [[nodiscard]] bool catches_up() const;
+  [[nodiscard]] std::vector<LaneCount> take_news();
+  [[nodiscard]] std::vector<LaneCount> choose_turns();
+  bool speak(Lock& lock);
+  void say(const std::vector<LaneCount>& entries);
+  void flush(Lock& lock);
+  [[nodiscard]] bool is_stalled() const;
+  [[nodiscard]] bool breaks_record() const;
+  bool wait_for_work(Lock& lock);
+  void hear(int from, std::string_view message);
+  [[nodiscard]] int missing_peer(const Queue& queue) const;
+  [[nodiscard]] std::optional<Wait> awaited() const;
+  bool change_wait(Lock& lock, const std::optional<Wait>& wanted);
+
+  [[nodiscard]] std::string topic() const { return group_id + "/issue"; }
+};
+
+}  // namespace hsdp

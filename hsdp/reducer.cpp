@@ -9,9 +9,11 @@
 #include "hsdp/error.h"
 #include "hsdp/reducer/agreed_options.h"
 #include "hsdp/reducer/compare_waits.h"
+#include "hsdp/reducer/gradient_norm.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/parameter_table.h"
 #include "hsdp/reducer/plan_memory.h"
+#include "hsdp/reducer/result_files.h"
 #include "hsdp/reducer/results.h"
 #include "hsdp/reducer/steps.h"
 #include "hsdp/reducer/together.h"
@@ -25,7 +27,8 @@ struct Reducer::Parts {
         options(std::move(agreed.options)),
         parameters(options, groups.replicate.size()),
         steps(options, parameters, groups, memory),
-        results(options, parameters, groups, steps, std::move(agreed.snapshot_id), memory) {
+        results(parameters, groups, steps, memory),
+        files(options, parameters, results, std::move(agreed.snapshot_id), memory) {
     shard_over(options.shard_over);
   }
 
@@ -54,6 +57,7 @@ struct Reducer::Parts {
   reducer::ParameterTable parameters;
   reducer::Steps steps;
   reducer::Results results;
+  reducer::ResultFiles files;
 };
 
 Reducer::Reducer(const Mesh& mesh, ReducerOptions options) {
@@ -139,7 +143,7 @@ void Reducer::finish() { parts_->steps.finish(); }
 void Reducer::discard() { parts_->steps.discard(); }
 void Reducer::close() {
   parts_->steps.close();
-  parts_->results.close_files();
+  parts_->files.close();
 }
 
 std::vector<int> Reducer::unused_parameters(std::string_view call) {
@@ -167,8 +171,8 @@ void Reducer::gather_parameters(std::span<const NamedArray> arrays) {
   parts_->results.gather_parameters(arrays);
 }
 
-double Reducer::grad_norm() { return parts_->results.grad_norm(); }
-Event Reducer::grad_norm(TensorView out) { return parts_->results.grad_norm(out); }
+double Reducer::grad_norm() { return reducer::grad_norm(parts_->results); }
+Event Reducer::grad_norm(TensorView out) { return reducer::grad_norm(parts_->results, out); }
 double Reducer::clip_grad_norm(double max_norm) {
   Reducer* const self = this;
   return hsdp::clip_grad_norm({&self, 1}, max_norm);
@@ -177,12 +181,12 @@ bool Reducer::found_inf() { return parts_->results.found_inf(); }
 Event Reducer::found_inf(TensorView out) { return parts_->results.found_inf(out); }
 
 void Reducer::save_snapshot(const std::filesystem::path& path, std::int64_t step) {
-  parts_->results.save_snapshot(path, step);
+  parts_->files.save_snapshot(path, step);
 }
 void Reducer::save_digest(const std::filesystem::path& folder, std::int64_t step) {
-  parts_->results.save_digest(folder, step);
+  parts_->files.save_digest(folder, step);
 }
-void Reducer::flush_snapshots() { parts_->results.flush_snapshots(); }
+void Reducer::flush_snapshots() { parts_->files.flush(); }
 void Reducer::add_party(std::weak_ptr<StepParty> party) {
   parts_->steps.add_party(std::move(party));
 }
@@ -305,19 +309,19 @@ std::vector<reducer::Results*> Reducer::results_to_clip(std::span<Reducer* const
 
 double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm) {
   if (reducers.empty()) return 0.0;
-  return reducer::Results::clip_grad_norm(
-      Reducer::results_to_clip(reducers, max_norm, "clip_grad_norm"), max_norm);
+  return reducer::clip_grad_norm(Reducer::results_to_clip(reducers, max_norm, "clip_grad_norm"),
+                                 max_norm);
 }
 
 Event clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm) {
-  return reducer::Results::clip_grad_norm(
-      Reducer::results_to_clip(reducers, max_norm, "clip_grad_norm"), max_norm, norm);
+  return reducer::clip_grad_norm(Reducer::results_to_clip(reducers, max_norm, "clip_grad_norm"),
+                                 max_norm, norm);
 }
 
 Event clip_factor(std::span<Reducer* const> reducers, double max_norm, TensorView norm,
                   TensorView factor) {
-  return reducer::Results::clip_factor(Reducer::results_to_clip(reducers, max_norm, "clip_factor"),
-                                       max_norm, norm, factor, "clip_factor");
+  return reducer::clip_factor(Reducer::results_to_clip(reducers, max_norm, "clip_factor"), max_norm,
+                              norm, factor, "clip_factor");
 }
 
 Step::Step(Reducer& reducer) : reducer_(reducer) { reducer.begin_step(); }

@@ -1,41 +1,18 @@
 #include "hsdp/reducer/step_ledger.h"
 
 #include <algorithm>
-#include <array>
-#include <cmath>
-#include <cstdio>
 #include <string>
 #include <utility>
 
-#include "hsdp/divide_factors.h"
 #include "hsdp/error.h"
 
 namespace hsdp::reducer {
-namespace {
-
-std::string short_text(double value) {
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%g", value);
-  return text.data();
-}
-
-void check_divisor(const std::optional<double>& factor, double scale) {
-  if (is_usable_divisor(factor.value_or(1.0), scale)) return;
-  throw UsageError(
-      {.where = "reducer: divide factor times loss scale",
-       .expected = "a product that fp32 and its reciprocal hold",
-       .got = (factor ? short_text(*factor) : "the default") + " times " + short_text(scale),
-       .remedy = "choose another factor or scale"});
-}
-
-}  // namespace
-
 StepLedger::StepLedger(int shard_size, int replicate_size, std::optional<Dtype> replica_dtype,
                        DivideBy divide_by)
     : shard_size_(shard_size),
       replicate_size_(replicate_size),
       replica_dtype_(replica_dtype),
-      divide_by_(divide_by) {}
+      divisor_(shard_size, replicate_size, divide_by) {}
 
 void StepLedger::require_idle(std::string_view call) const {
   if (window_ == Window::kDropped) {
@@ -91,73 +68,17 @@ void StepLedger::set_requires_all_reduce(bool flag, std::optional<int> group) {
 
 void StepLedger::set_gradient_divide_factor(std::optional<double> factor) {
   require_idle("set_gradient_divide_factor");
-  if (factor && (!std::isfinite(*factor) || *factor == 0)) {
-    throw UsageError({.where = "reducer: set_gradient_divide_factor",
-                      .expected = "a finite factor other than 0",
-                      .got = short_text(*factor)});
-  }
-  if (factor && (next_tokens_ || (begun_ && count_by_ == CountBy::kTokens))) {
-    throw UsageError({.where = "reducer: set_gradient_divide_factor",
-                      .expected = "a step without divide_by_tokens",
-                      .got = "one with it",
-                      .remedy = "use one of the two in a step"});
-  }
-  if (factor_stands_ && factor != divide_factor_) {
-    throw UsageError({.where = "reducer: set_gradient_divide_factor",
-                      .expected = "a call before the step's first replica hop, which divides by it",
-                      .got = "one after",
-                      .remedy = "call it earlier, or between steps"});
-  }
-  check_divisor(factor, loss_scale_);
-  divide_factor_ = factor;
+  divisor_.set_factor(factor, begun_);
 }
 
 void StepLedger::set_loss_scale(double scale) {
   require_idle("set_loss_scale");
-  if (!std::isfinite(scale) || scale <= 0) {
-    throw UsageError({.where = "reducer: set_loss_scale",
-                      .expected = "a finite scale above 0",
-                      .got = short_text(scale)});
-  }
-  if (pending()) {
-    throw UsageError({.where = "reducer: set_loss_scale",
-                      .expected = "a call between steps",
-                      .got = "one while microbatches are pending",
-                      .remedy = "call it after the step, finish() or discard()"});
-  }
-  check_divisor(divide_factor_, scale);
-  loss_scale_ = scale;
+  divisor_.set_loss_scale(scale, pending());
 }
 
 void StepLedger::divide_by_tokens(std::int64_t count) {
-  constexpr std::string_view kWhere = "reducer: divide_by_tokens";
   require_idle("divide_by_tokens");
-  constexpr std::int64_t kMost = std::int64_t{1} << 53;  // that fp64 counts one by one
-  if (count < 0 || count > kMost) {
-    throw UsageError({.where = std::string(kWhere),
-                      .expected = "a number of tokens from 0 to 2^53",
-                      .got = std::to_string(count)});
-  }
-  if (divide_factor_) {
-    throw UsageError({.where = std::string(kWhere),
-                      .expected = "the default divide factor",
-                      .got = "one of set_gradient_divide_factor",
-                      .remedy = "call set_gradient_divide_factor(None) first, or leave this out"});
-  }
-  if (factor_stands_) {
-    throw UsageError({.where = std::string(kWhere),
-                      .expected = "a call before the step's first replica hop, which divides",
-                      .got = "one after",
-                      .remedy = "reduce all groups in the step's last microbatch"});
-  }
-  if (microbatch_ > 0 && begun_ && count_by_ != CountBy::kTokens) {
-    throw UsageError(
-        {.where = std::string(kWhere),
-         .expected = "a call before each microbatch of the step",
-         .got = "none before the first",
-         .remedy = "call it before every begin_microbatch, with 0 where there are none"});
-  }
-  next_tokens_ = next_tokens_.value_or(0) + count;
+  divisor_.add_tokens(count, begun_ && microbatch_ > 0);
 }
 
 void StepLedger::set_partial_sync(Sync sync) {
@@ -207,8 +128,7 @@ std::vector<Sync> StepLedger::sync_of(const WindowOptions& options) const {
 }
 
 void StepLedger::require_meant(const MicrobatchOptions& options) const {
-  if (begun_ && count_by_ == CountBy::kTokens && !next_tokens_ &&
-      options.has_batch.value_or(true)) {
+  if (begun_ && divisor_.lacks_tokens() && options.has_batch.value_or(true)) {
     throw UsageError({.where = "reducer: begin_microbatch",
                       .expected = "divide_by_tokens before each microbatch of the step",
                       .got = "none before this one",
@@ -233,8 +153,7 @@ void StepLedger::start_step() {
   lost_unread_ = holds_ == Holds::kResult && !is_read_;
   holds_ = Holds::kNothing;
   is_read_ = false;
-  count_by_ = CountBy::kNothing;
-  unsaid_count_ = 0;
+  divisor_.begin_step();
   std::ranges::fill(groups_, Group{});
   begun_ = true;
   dropped_ = false;
@@ -262,40 +181,11 @@ MicrobatchPlan StepLedger::begin_any(const std::vector<Sync>& sync, Intake intak
                                      std::optional<bool> has_batch, bool is_window) {
   require_idle("begin_microbatch");
   if (!begun_) start_step();
-  count(has_batch, is_window);
+  divisor_.count(has_batch, is_window);
   intake.is_empty = !has_batch.value_or(true);
   MicrobatchPlan plan = open(sync, true, intake);
   plan.begins_step = !pending();
   return plan;
-}
-
-void StepLedger::count(std::optional<bool> has_batch, bool is_window) {
-  const bool by_passes = is_window && divide_by_ == DivideBy::kRanksMicrobatches;
-  std::int64_t count = has_batch.value_or(true) ? 1 : 0;
-  if (next_tokens_ || count_by_ == CountBy::kTokens) {
-    count_by_ = CountBy::kTokens;
-    count = std::exchange(next_tokens_, std::nullopt).value_or(0);
-  } else if (has_batch || by_passes) {
-    count_by_ = CountBy::kBatches;
-  }
-  unsaid_count_ += count;
-}
-
-CountBy StepLedger::count_by() const { return divide_factor_ ? CountBy::kNothing : count_by_; }
-
-bool StepLedger::factor_is_late(std::optional<bool> has_batch) const {
-  if (divide_factor_) return false;
-  return divide_by_ == DivideBy::kRanksMicrobatches || next_tokens_ || has_batch ||
-         count_by_ != CountBy::kNothing;
-}
-
-std::int64_t StepLedger::averaged(std::int64_t microbatches) const {
-  return divide_by_ == DivideBy::kRanksMicrobatches ? std::max<std::int64_t>(microbatches, 1) : 1;
-}
-
-std::int64_t StepLedger::summed(std::int64_t microbatches) const {
-  const bool sums = divide_by_ == DivideBy::kRanks && count_by_ == CountBy::kBatches;
-  return sums ? std::max<std::int64_t>(microbatches, 1) : 1;
 }
 
 MicrobatchPlan StepLedger::begin_window(const std::vector<Sync>& sync, const Intake& intake,
@@ -362,9 +252,7 @@ MicrobatchPlan StepLedger::open(const std::vector<Sync>& sync, bool fresh, const
   plan.fresh = fresh;
   plan.intake = intake;
   plan.counts_differ = intake.counts_differ || std::ranges::any_of(groups_, &Group::counts_differ);
-  const std::int64_t microbatches = microbatch_ + (fresh ? 1 : 0);
-  plan.set_divisor(divide_factor_, loss_scale_, averaged(microbatches));
-  plan.summed_microbatches = summed(microbatches);
+  divisor_.put_in(plan, microbatch_ + (fresh ? 1 : 0));
   std::vector<GroupPlan> groups;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
@@ -386,16 +274,13 @@ MicrobatchPlan StepLedger::plan_of_step() const {
   plan.shard_size = shard_size_;
   plan.replicate_size = replicate_size_;
   plan.replica_dtype = replica_dtype_;
-  plan.set_divisor(divide_factor_, loss_scale_);
-  plan.count_by = count_by();
-  plan.count = unsaid_count_;
+  divisor_.put_in(plan);
   return plan;
 }
 
 void StepLedger::end(const MicrobatchPlan& plan) {
   phase_ = Phase::kIdle;
   leave_window(Window::kNone);
-  unsaid_count_ = plan.is_local() ? plan.count : 0;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const GroupPlan& did = plan.groups()[g];
     Group& group = groups_[g];
@@ -415,12 +300,10 @@ void StepLedger::end(const MicrobatchPlan& plan) {
     ++microbatch_total_;
   }
   holds_ = plan.ends_step() ? Holds::kResult : Holds::kPending;
+  divisor_.end(plan, microbatch_);
   if (!plan.ends_step()) return;
-  begun_ = factor_stands_ = false;
+  begun_ = false;
   ++step_total_;
-  result_factor_ = gradient_divide_factor(shard_size_, replicate_size_, true, plan.divide_factor(),
-                                          averaged(microbatch_));
-  result_scale_ = plan.loss_scale();
 }
 
 void StepLedger::drop() {
@@ -430,16 +313,8 @@ void StepLedger::drop() {
   if (holds_ == Holds::kResult) --step_total_;
   holds_ = Holds::kNothing;
   std::ranges::fill(groups_, Group{});
-  begun_ = factor_stands_ = false;
-  next_tokens_.reset();
+  begun_ = false;
+  divisor_.drop();
 }
-
-double StepLedger::divide_factor() const {
-  if (!pending()) return result_factor_;
-  return gradient_divide_factor(shard_size_, replicate_size_, false, divide_factor_,
-                                averaged(microbatch_));
-}
-
-double StepLedger::loss_scale() const { return pending() ? loss_scale_ : result_scale_; }
 
 }  // namespace hsdp::reducer

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "hsdp/reducer/microbatch_plan.h"
+#include "hsdp/reducer/step_divisor.h"
 
 namespace hsdp::reducer {
 
@@ -38,7 +39,7 @@ class StepLedger {
   void set_requires_all_reduce(bool flag, std::optional<int> group);
   void set_gradient_divide_factor(std::optional<double> factor);
   // From here to the step's end the factor stands: a hop divides by it.
-  void fix_divide_factor() { factor_stands_ = true; }
+  void fix_divide_factor() { divisor_.fix(); }
   void set_loss_scale(double scale);
   // What this rank adds to the next microbatch's count, which then divides.
   void divide_by_tokens(std::int64_t count);
@@ -88,7 +89,7 @@ class StepLedger {
   void end(const MicrobatchPlan& plan);
   // Backward passes of a window that are a microbatch each in the mean.
   [[nodiscard]] bool counts_passes() const {
-    return in_window() && divide_by_ == DivideBy::kRanksMicrobatches;
+    return in_window() && divisor_.averages_microbatches();
   }
   // Forgets the step: pending, open, or ended on this rank before another one dropped it.
   void drop();
@@ -105,12 +106,14 @@ class StepLedger {
   [[nodiscard]] std::int64_t microbatch() const { return microbatch_; }  // of the step
   // What the carry that can be read was, or is to be, divided by: f and s. Where it is counted f
   // follows from these.
-  [[nodiscard]] double divide_factor() const;
-  [[nodiscard]] CountBy count_by() const;
-  // Whether the step's factor is known only when its last microbatch is.
-  [[nodiscard]] bool factor_is_late(std::optional<bool> has_batch) const;
-  [[nodiscard]] std::int64_t summed_microbatches() const { return summed(microbatch_); }
-  [[nodiscard]] double loss_scale() const;
+  [[nodiscard]] double divide_factor() const {
+    return pending() ? divisor_.partial_factor(microbatch_) : divisor_.result_factor();
+  }
+  [[nodiscard]] double loss_scale() const {
+    return pending() ? divisor_.loss_scale() : divisor_.result_scale();
+  }
+  [[nodiscard]] std::int64_t summed_microbatches() const { return divisor_.summed(microbatch_); }
+  [[nodiscard]] const StepDivisor& divisor() const { return divisor_; }
 
   struct Counts {
     std::int64_t microbatches = 0;
@@ -135,16 +138,11 @@ class StepLedger {
   void start_step();
   [[nodiscard]] MicrobatchPlan begin_any(const std::vector<Sync>& sync, Intake intake,
                                          std::optional<bool> has_batch, bool is_window);
-  void count(std::optional<bool> has_batch, bool is_window);
-  // Of so many, those that a counted factor leaves a sum.
-  [[nodiscard]] std::int64_t summed(std::int64_t microbatches) const;
-  // Of so many, those that the default factor makes the mean of.
-  [[nodiscard]] std::int64_t averaged(std::int64_t microbatches) const;
 
   int shard_size_;
   int replicate_size_;
   std::optional<Dtype> replica_dtype_;
-  DivideBy divide_by_;
+  StepDivisor divisor_;
   std::atomic<Phase> phase_ = Phase::kIdle;  // any thread may ask for it
   std::atomic<Window> window_ = Window::kNone;
   Holds holds_ = Holds::kNothing;
@@ -155,16 +153,8 @@ class StepLedger {
   bool flags_were_set_ = false;
   bool is_read_ = false;      // the result
   bool lost_unread_ = false;  // one, when the step began
-  std::optional<double> divide_factor_;
-  CountBy count_by_ = CountBy::kNothing;  // of the step
-  std::optional<std::int64_t> next_tokens_;
-  std::int64_t unsaid_count_ = 0;  // since the last word
-  double loss_scale_ = 1.0;
-  double result_factor_ = 1.0;
-  double result_scale_ = 1.0;
   bool begun_ = false;
   bool dropped_ = false;
-  bool factor_stands_ = false;
   std::int64_t step_ = -1;
   std::int64_t microbatch_ = 0;
   std::int64_t microbatch_total_ = 0;

@@ -12,7 +12,6 @@
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
 #include "hsdp/index_check.h"
-#include "hsdp/kernels/cast_and_pack.h"
 #include "hsdp/log.h"
 
 namespace hsdp::reducer {
@@ -83,6 +82,7 @@ Steps::Steps(const ReducerOptions& options, const ParameterTable& parameters, Gr
       parameters_(parameters),
       groups_(groups),
       memory_(std::move(memory)),
+      check_(options, parameters, groups),
       ledger_(groups.shard.size(), groups.replicate.size(), options.replica_dtype,
               options.divide_by),
       outcome_(groups.world, title(options)),
@@ -308,7 +308,7 @@ void Steps::require_known_factor(const std::vector<Sync>& sync, std::optional<bo
   const auto groups = std::ranges::count(sync, Sync::kAll);
   if (groups == 0 || groups == std::ssize(sync)) return;
   if (groups_.replicate.size() == 1 || !options_.replica_hop->quantizes()) return;
-  if (!ledger_.factor_is_late(has_batch)) return;
+  if (!ledger_.divisor().is_late(has_batch)) return;
   throw UsageError({.where = "reducer: begin_microbatch",
                     .expected = "the replica hop of all groups in the step's last microbatch, as "
                                 "it divides by what was counted until then",
@@ -430,33 +430,6 @@ void Steps::order_packs() {
   collector.wait_for(caller_.record());
 }
 
-void Steps::check_gradient(int parameter, const StridedView& gradient) const {
-  check_index("reducer: gradient_ready", "a parameter index below", parameter, parameters_.size());
-  const ParameterSpec& spec = parameters_.spec(parameter);
-  const auto fault = [&spec](const std::string& expected, const std::string& got,
-                             const std::string& remedy = {}) {
-    const std::string where = "reducer: gradient of '" + spec.name + "'";
-    throw UsageError({.where = where, .expected = expected, .got = got, .remedy = remedy});
-  };
-  if (gradient.shape != spec.shape) {
-    fault("shape " + to_string(spec.shape), to_string(gradient.shape));
-  }
-  if (gradient.dtype != spec.dtype) {
-    fault("dtype " + std::string(name(spec.dtype)) + " as registered",
-          std::string(name(gradient.dtype)));
-  }
-  if (!(gradient.device == groups_.device)) {
-    fault("memory on " + to_string(groups_.device) + ", the mesh's device",
-          to_string(gradient.device), "move it there, or make the mesh with its device");
-  }
-  if (!gradient.strides.empty() && gradient.strides.size() != gradient.shape.size()) {
-    fault(std::to_string(gradient.shape.size()) + " strides",
-          std::to_string(gradient.strides.size()));
-  }
-  if (gradient.data == nullptr && gradient.count() > 0) fault("memory", "a null pointer");
-  kernels::require_packable(gradient);
-}
-
 void Steps::gradient_ready(int parameter, StridedView gradient, GradientOwner owner,
                            const ValidAfter& valid) {
   if (ledger_.phase() == Phase::kClosed) check_usable("gradient_ready");
@@ -464,35 +437,15 @@ void Steps::gradient_ready(int parameter, StridedView gradient, GradientOwner ow
   outcome_.throw_drop();
   ledger_.require_collecting("gradient_ready");
   try {
-    check_gradient(parameter, gradient);
+    check_.require_fits(parameter, gradient);
     const ValidAfter& after = valid.event || valid.stream ? valid : ValidAfter(caller_);
     if (!frozen_->collector().arrive(parameter, std::move(gradient), std::move(owner), after)) {
-      throw UsageError(too_many_message(parameter));
+      throw UsageError(check_.too_many(parameter, ledger_.in_window() ? &window_ : nullptr));
     }
   } catch (const UsageError& error) {
     note_fault(error.what());
     throw;
   }
-}
-
-std::string Steps::too_many_message(int parameter) const {
-  Message message{.where = "reducer: gradient of '" + parameters_.spec(parameter).name + "'",
-                  .expected = "one gradient per microbatch",
-                  .got = "a second one",
-                  .remedy = "use backwards=\"many\" or a window for several backward passes"};
-  if (!ledger_.in_window()) return message.text();
-  const std::string most =
-      window_.backwards ? "at most " + std::to_string(*window_.backwards) : std::string();
-  if (window_.accumulate == Accumulate::kBuffer) {
-    message.expected = most + " in its window, as backwards says";
-    message.got = "one more";
-  } else {
-    message.expected = "one sum of its window's gradients";
-    if (window_.backwards) message.expected += ", of " + most + " as backwards says";
-  }
-  message.remedy = window_.backwards ? "give backwards the number of passes, or leave it out"
-                                     : "add them up and hand the sum over once";
-  return message.text();
 }
 
 void Steps::reject_gradient(std::string_view message) {
@@ -505,41 +458,12 @@ void Steps::note_fault(const std::string& message) {
 }
 
 std::string Steps::missing_message() const {
-  if (plan_->intake.is_empty) return unexpected_message();
-  if (options_.missing != Missing::kError) return {};
-  const std::vector<int> missing = frozen_->collector().missing();
-  if (missing.empty()) return {};
-  const std::string rank = comm::ranks_text({groups_.world.rank()}, groups_.world.size());
-  const std::string place = ledger_.in_window() ? "window" : "microbatch";
-  Message message{.where = "reducer: end_" + place,
-                  .expected = "a gradient for every parameter",
-                  .got = "none at all (" + rank + ")",
-                  .remedy =
-                      "run the backward pass (loss.backward()), or call gradient_ready, inside "
-                      "the " +
-                      place + ", or use missing=\"zero\" when parameters may go unused"};
-  if (std::ssize(missing) < parameters_.size()) {
-    std::string names = "'" + parameters_.spec(missing.front()).name + "'";
-    if (missing.size() > 1) names += " and " + std::to_string(missing.size() - 1) + " more";
-    message.got = "none for " + names + " (" + rank + ")";
-    message.remedy = "use missing=\"zero\" when parameters may go unused";
-  }
-  return message.text();
-}
-
-std::string Steps::unexpected_message() const {
-  if (!frozen_->collector().any_arrived()) return {};
-  return Message{
-      .where = "reducer: end_microbatch",
-      .expected = "no gradient in a microbatch without a batch",
-      .got = "some (" + comm::ranks_text({groups_.world.rank()}, groups_.world.size()) + ")",
-      .remedy = "run no backward pass where the loader gives None"}
-      .text();
+  return check_.missing(frozen_->collector(), *plan_, ledger_.in_window());
 }
 
 double Steps::divide_factor() const {
   if (!ledger_.pending()) return result_->divide_factor.value_or(ledger_.divide_factor());
-  if (ledger_.count_by() == CountBy::kNothing) return ledger_.divide_factor();
+  if (ledger_.divisor().count_by() == CountBy::kNothing) return ledger_.divide_factor();
   return counted_divide_factor(result_->shard_count, ledger_.summed_microbatches());
 }
 

@@ -17,6 +17,7 @@
 #include "hsdp/log.h"
 #include "hsdp/reducer.h"
 #include "hsdp/reducer/frozen.h"
+#include "hsdp/reducer/gradient_check.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/parameter_table.h"
@@ -104,7 +105,6 @@ class Steps {
   void raise_drop();
   [[nodiscard]] AccumulateDtype sums_dtype(std::optional<AccumulateDtype> asked) const;
   void open(MicrobatchPlan plan, AccumulateDtype sums_dtype);
-  [[nodiscard]] std::string too_many_message(int parameter) const;
   void end(std::int64_t backwards);
   void require_meant(const MicrobatchOptions& options);
   void require_known_factor(const std::vector<Sync>& sync, std::optional<bool> has_batch);
@@ -125,13 +125,12 @@ class Steps {
   [[nodiscard]] std::int64_t post(StatusWord word);
   void note_fault(const std::string& message);
   [[nodiscard]] std::string missing_message() const;
-  [[nodiscard]] std::string unexpected_message() const;
-  void check_gradient(int parameter, const StridedView& gradient) const;
 
   const ReducerOptions& options_;
   const ParameterTable& parameters_;
   Groups& groups_;
   MemoryCount memory_;
+  GradientCheck check_;
   StepLedger ledger_;
   Outcome outcome_;
   StepAgreement agreement_;

@@ -1,0 +1,39 @@
+// Finds this rank's mistakes with gradients: one that does not fit its parameter, one too many, or
+// none where there has to be one. Looks at nothing that changes, but for the Collector that it is
+// given.
+#pragma once
+
+#include <string>
+
+#include "hsdp/reducer/collector.h"
+#include "hsdp/reducer/groups.h"
+#include "hsdp/reducer/microbatch_plan.h"
+#include "hsdp/reducer/parameter_table.h"
+
+namespace hsdp::reducer {
+
+class GradientCheck {
+ public:
+  // All of these outlive it.
+  GradientCheck(const ReducerOptions& options, const ParameterTable& parameters,
+                const Groups& groups)
+      : options_(options), parameters_(parameters), groups_(groups) {}
+
+  // UsageError for an unknown parameter, and for a gradient that cannot be one of it.
+  void require_fits(int parameter, const StridedView& gradient) const;
+  // The message about one too many. `window`: the open one, or null.
+  [[nodiscard]] std::string too_many(int parameter, const WindowOptions* window) const;
+  // The message about gradients that are missing at the end of a microbatch, or that came although
+  // this rank has no batch. Empty: all is well.
+  [[nodiscard]] std::string missing(const Collector& collector, const MicrobatchPlan& plan,
+                                    bool in_window) const;
+
+ private:
+  [[nodiscard]] std::string unexpected(const Collector& collector) const;
+
+  const ReducerOptions& options_;
+  const ParameterTable& parameters_;
+  const Groups& groups_;
+};
+
+}  // namespace hsdp::reducer

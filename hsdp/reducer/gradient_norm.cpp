@@ -1,0 +1,153 @@
+#include "hsdp/reducer/gradient_norm.h"
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "hsdp/device/scratch.h"
+#include "hsdp/kernels/clip.h"
+#include "hsdp/kernels/norm.h"
+
+namespace hsdp::reducer {
+namespace {
+
+using Scope = Lane::Scope;
+
+// torch's clip_grad_norm_ adds the same: a norm of exactly max_norm is scaled by a hair.
+constexpr double kClipEpsilon = 1e-6;
+
+// The sum of squares of the whole mean gradient: of each parameter's slice, then over the
+// parameters in their order, then over the ranks. For tasks, which may outlive the Results but not
+// what is given here.
+void sum_squares(Frozen& frozen, Groups& groups, std::int64_t step, double* sum, Stream& stream) {
+  Operation operation(groups.operations, {.kind = OperationKind::kNorm, .step = step});
+  const int count = frozen.layout().parameter_count();
+  const Scratch of_slices(static_cast<std::size_t>(count) * sizeof(double), stream);
+  auto* const slots = reinterpret_cast<double*>(of_slices.data());
+  std::vector<kernels::SquaredNorm> norms(static_cast<std::size_t>(count));
+  for (int p = 0; p < count; ++p) {
+    norms[static_cast<std::size_t>(p)] = {frozen.memory().slice_result(p), slots + p};
+  }
+  // A call takes values of one dtype.
+  const auto wide = std::stable_partition(norms.begin(), norms.end(), [](const auto& norm) {
+    return norm.values.dtype != Dtype::kF64;
+  });
+  kernels::squared_norms({norms.begin(), wide}, stream);
+  kernels::squared_norms({wide, norms.end()}, stream);
+  kernels::sum_in_order(slots, count, sum, stream);
+  const TensorView of_rank{sum, 1, Dtype::kF64, stream.device()};
+  if (groups.shard.size() > 1) groups.shard.all_reduce(of_rank, stream);
+  if (groups.parts > 1) groups.replicate.all_reduce(of_rank, stream);
+  if (!groups.on_host()) operation.end(OperationState::kIssued);
+}
+
+void scale_result(Frozen& frozen, const double* factor, Stream& stream) {
+  for (int b = 0; b < std::ssize(frozen.layout().buckets()); ++b) {
+    kernels::scale_by(frozen.memory().bucket_result(b), factor, stream);
+  }
+}
+
+// Adds one Reducer's squares up in `sum`, after those events.
+Event add_squares(Results& results, std::shared_ptr<double> sum, std::vector<Event> after) {
+  return results.run(
+      Scope::kAllRanks, results.last_step(),
+      [frozen = results.frozen(), &groups = results.groups(), step = results.last_step(),
+       sum = std::move(sum), after = std::move(after)](Stream& stream) {
+        stream.wait_in_task(after);
+        sum_squares(*frozen, groups, step, sum.get(), stream);
+      });
+}
+
+// What `compute` writes to an f64 of the device.
+double read_norm(Results& results, const std::function<Event(const TensorView&)>& compute) {
+  double norm = 0.0;
+  results.read({&norm, 1, Dtype::kF64, {}}, [&](const TensorView& out) {
+    const Event done = compute(out);
+    if (results.groups().on_host()) results.await(done);
+  });
+  return norm;
+}
+
+}  // namespace
+
+Event grad_norm(Results& results, TensorView out) {
+  results.require_output(out, Dtype::kF64, 1, "grad_norm");
+  results.expect_result("grad_norm");
+  auto* const norm = static_cast<double*>(out.data);
+  return results.run(Scope::kAllRanks, results.last_step(),
+                     [frozen = results.frozen(), &groups = results.groups(),
+                      step = results.last_step(), norm](Stream& stream) {
+                       sum_squares(*frozen, groups, step, norm, stream);
+                       kernels::clip_factor({.squares = norm, .count = 1, .norm = norm}, stream);
+                     });
+}
+
+double grad_norm(Results& results) {
+  results.require_result("grad_norm");
+  return read_norm(results, [&](const TensorView& out) { return grad_norm(results, out); });
+}
+
+Event clip_factor(std::span<Results* const> all, double max_norm, TensorView norm,
+                  TensorView factor, std::string_view call) {
+  Results& first = *all.front();
+  first.require_output(norm, Dtype::kF64, 1, call);
+  const bool narrow = factor.dtype == Dtype::kF32;
+  first.require_output(factor, narrow ? Dtype::kF32 : Dtype::kF64, 1, call);
+  for (Results* results : all) {
+    results->set_caller(first.caller());
+    results->expect_result(call);
+  }
+  const auto words = std::make_shared<const Scratch>(all.size() * sizeof(double), first.caller());
+  auto* const squares = reinterpret_cast<double*>(words->data());
+  // Where a step of one of them is dropped, nobody begins a collective of another: the rank that
+  // dropped it may not come to this clip at all.
+  std::vector<Event> standing;
+  for (Results* results : all) {
+    standing.push_back(results->run(Scope::kThisRank, results->last_step(), [](Stream&) {}));
+  }
+  std::vector<Event> summed;
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    // Each keeps the words: where one fails, the last task does not wait for the others.
+    summed.push_back(add_squares(*all[i], {words, squares + i}, standing));
+  }
+  const kernels::ClipFactor clip{
+      .squares = squares,
+      .count = std::ssize(all),
+      .max_norm = max_norm,
+      .epsilon = kClipEpsilon,
+      .norm = static_cast<double*>(norm.data),
+      .factor = narrow ? nullptr : static_cast<double*>(factor.data),
+      .narrow_factor = narrow ? static_cast<float*>(factor.data) : nullptr};
+  return first.run(Scope::kThisRank, kNoStep, [summed, clip, words](Stream& stream) {
+    stream.wait_in_task(summed);
+    kernels::clip_factor(clip, stream);
+  });
+}
+
+Event clip_grad_norm(std::span<Results* const> all, double max_norm, TensorView norm) {
+  Results& first = *all.front();
+  const auto word = std::make_shared<const Scratch>(sizeof(double), first.caller());
+  const TensorView factor{word->data(), 1, Dtype::kF64, first.groups().device};
+  const Event known = clip_factor(all, max_norm, norm, factor, "clip_grad_norm");
+  std::vector<Event> scaled;
+  for (Results* results : all) {
+    const auto scale = [frozen = results->frozen(), known, word](Stream& stream) {
+      stream.wait_in_task({&known, 1});
+      scale_result(*frozen, reinterpret_cast<const double*>(word->data()), stream);
+    };
+    scaled.push_back(results->run(Scope::kThisRank, results->last_step(), scale));
+  }
+  if (scaled.size() == 1) return scaled.front();
+  return first.run(Scope::kThisRank, kNoStep,
+                   [scaled](Stream& stream) { stream.wait_in_task(scaled); });
+}
+
+double clip_grad_norm(std::span<Results* const> all, double max_norm) {
+  for (Results* results : all) results->require_result("clip_grad_norm");
+  return read_norm(*all.front(),
+                   [&](const TensorView& out) { return clip_grad_norm(all, max_norm, out); });
+}
+
+}  // namespace hsdp::reducer

@@ -1,0 +1,66 @@
+// What a step's sum is divided by: f, which is set, counted, or follows from the hops that run, and
+// the loss scale s. Belongs to a StepLedger, which knows when each call may come.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "hsdp/reducer/microbatch_plan.h"
+
+namespace hsdp::reducer {
+
+class StepDivisor {
+ public:
+  StepDivisor(int shard_size, int replicate_size, DivideBy divide_by);
+
+  // UsageError for what does not go together in a step, or comes too late. `begun`: a step is;
+  // `pending`: it has microbatches.
+  void set_factor(std::optional<double> factor, bool begun);
+  void set_loss_scale(double scale, bool pending);
+  // For the next microbatch's count. `within_step`: the step has microbatches already.
+  void add_tokens(std::int64_t count, bool within_step);
+  // Until the step ends the factor stands: a hop divides by it.
+  void fix() { stands_ = true; }
+
+  void begin_step();
+  // Counts a microbatch that begins.
+  void count(std::optional<bool> has_batch, bool is_window);
+  // Whether the microbatch that begins has no count of tokens, in a step that has them.
+  [[nodiscard]] bool lacks_tokens() const { return count_by_ == CountBy::kTokens && !next_tokens_; }
+  // What a plan says of the step, and what it divides by after that many microbatches.
+  void put_in(MicrobatchPlan& plan) const;
+  void put_in(MicrobatchPlan& plan, std::int64_t microbatches) const;
+  void end(const MicrobatchPlan& plan, std::int64_t microbatches);
+  void drop();
+
+  [[nodiscard]] CountBy count_by() const { return factor_ ? CountBy::kNothing : count_by_; }
+  // Whether the step's factor is known only when its last microbatch is.
+  [[nodiscard]] bool is_late(std::optional<bool> has_batch) const;
+  // Of so many microbatches, those that a counted factor leaves a sum.
+  [[nodiscard]] std::int64_t summed(std::int64_t microbatches) const;
+  [[nodiscard]] bool averages_microbatches() const {
+    return divide_by_ == DivideBy::kRanksMicrobatches;
+  }
+  [[nodiscard]] double result_factor() const { return result_factor_; }
+  [[nodiscard]] double partial_factor(std::int64_t microbatches) const;
+  [[nodiscard]] double result_scale() const { return result_scale_; }
+  [[nodiscard]] double loss_scale() const { return loss_scale_; }
+
+ private:
+  // Of so many microbatches, those that the default factor makes the mean of.
+  [[nodiscard]] std::int64_t averaged(std::int64_t microbatches) const;
+
+  int shard_size_;
+  int replicate_size_;
+  DivideBy divide_by_;
+  std::optional<double> factor_;
+  CountBy count_by_ = CountBy::kNothing;  // of the step
+  std::optional<std::int64_t> next_tokens_;
+  std::int64_t unsaid_count_ = 0;  // since the last word
+  bool stands_ = false;
+  double loss_scale_ = 1.0;
+  double result_factor_ = 1.0;
+  double result_scale_ = 1.0;
+};
+
+}  // namespace hsdp::reducer

@@ -17,10 +17,8 @@
 
 #include "hsdp/kernels/float_environment.h"
 #include "hsdp/kernels/simd_dispatch.h"
-#include "hsdp/kernels/vector_codec.h"
-#include "quant/group_arithmetic.h"
 #include "quant/quantize_kernels.h"
-#include "quant/quantize_tile.h"
+#include "quant/vector_codes.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace hsdp::quant {
@@ -29,29 +27,11 @@ namespace HWY_NAMESPACE {
 #if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
 
 bool quantize_tiles(const Quantize& args) { return quantize_scalar(args); }
-bool dequantize_tiles(const Dequantize& args) { return dequantize_scalar(args); }
 
 #else
 
-namespace hn = hwy::HWY_NAMESPACE;
-namespace simd = kernels::HWY_NAMESPACE;
-
-using simd::DF;
-using simd::DI;
-using simd::DU;
-using simd::VF;
-using simd::VI;
-using simd::VU;
-using DI8 = hn::Rebind<std::int8_t, DF>;  // as many lanes as DF
-using DU8 = hn::Rebind<std::uint8_t, DF>;
-
-constexpr std::size_t kLanes = hn::MaxLanes(DF());
-// Every group size is a multiple of it; its vectors give the loops independent work.
-constexpr std::size_t kChunk = 32;
-constexpr std::size_t kVectors = kChunk / kLanes;
 constexpr std::size_t kBatchElements = 1024;  // or one group, if that is larger
 constexpr std::size_t kMostGroups = kBatchElements / kLeastGroupSize;
-constexpr std::size_t kAheadElements = 1024;
 
 // The groups that pass through the phases together [Note: quantizing in batches].
 struct Batch {
@@ -68,134 +48,6 @@ struct Batch {
   alignas(64) float lifts[kMostGroups];
   alignas(64) float inverses[kMostGroups];
 };
-
-// The whole groups of a tile, which has at most one short group before and one after them.
-struct WholeGroups {
-  WholeGroups(const GroupTile& tile, int group_size)
-      : all(group_count(tile, group_size)), first(0), end(all) {
-    if (group_of(tile, group_size, 0).count < group_size) first = 1;
-    if (end > first && group_of(tile, group_size, end - 1).count < group_size) --end;
-    begin = first < all ? group_of(tile, group_size, first).begin : 0;
-  }
-  [[nodiscard]] std::size_t count() const { return static_cast<std::size_t>(end - first); }
-
-  std::int32_t all;
-  std::int32_t first;
-  std::int32_t end;
-  std::int32_t begin = 0;  // first element, in the tile
-};
-
-// ---- codes -------------------------------------------------------------------------------------
-
-HWY_INLINE VF decoded_vector(VI codes, VF scale) {
-  return hn::Mul(hn::ConvertTo(DF(), codes), scale);
-}
-
-HWY_INLINE VI load_int8(const std::int8_t* codes) {
-  return hn::PromoteTo(DI(), hn::LoadU(DI8(), codes));
-}
-
-// Loads kLanes bytes, one per lane, in an order from which InterleaveLower and InterleaveUpper,
-// which work within blocks of four lanes, make vectors of consecutive elements.
-HWY_INLINE VU load_pairs(const std::uint8_t* codes) {
-  auto bytes = hn::LoadU(DU8(), codes);
-  if constexpr (kLanes > 4) {
-    constexpr std::size_t kHalf = kLanes / 2;
-    alignas(16) std::uint8_t order[kLanes];
-    for (std::size_t lane = 0; lane < kLanes; ++lane) {
-      order[lane] = static_cast<std::uint8_t>(lane / 4 * 2 + lane % 2 + (lane % 4 < 2 ? 0 : kHalf));
-    }
-    bytes = hn::TableLookupBytes(bytes, hn::Load(DU8(), order));
-  }
-  return hn::PromoteTo(DU(), bytes);
-}
-
-// A value rounded to an integer, by adding a float whose last place is worth 1: the low byte is the
-// code, in two's complement.
-struct Rounded {
-  explicit HWY_INLINE Rounded(VF value) : sum(hn::Add(value, hn::Set(DF(), kUnitIsOne))) {}
-  [[nodiscard]] HWY_INLINE VF number() const { return hn::Sub(sum, hn::Set(DF(), kUnitIsOne)); }
-  [[nodiscard]] HWY_INLINE VU bits() const { return hn::BitCast(DU(), sum); }
-  VF sum;
-};
-
-HWY_INLINE void store_int8(VU bits, std::uint8_t* to) {
-  hn::StoreU(hn::TruncateTo(DU8(), bits), DU8(), to);
-}
-
-// Stores 2 kLanes codes in kLanes bytes.
-HWY_INLINE void store_int4(VU low, VU high, std::uint8_t* to) {
-  const VU even = hn::ConcatEven(DU(), high, low);
-  const VU odd = hn::ConcatOdd(DU(), high, low);
-  const VU pairs = hn::Add(hn::Add(even, hn::ShiftLeft<4>(odd)), hn::Set(DU(), 8 * 17));
-  hn::StoreU(hn::TruncateTo(DU8(), pairs), DU8(), to);
-}
-
-template <Code kCode>
-struct Codes;
-template <>
-struct Codes<Code::kInt4> {
-  static constexpr std::size_t kChunkBytes = kChunk / 2;
-  // Decodes the codes of a group. With 16 lanes, one vector holds the values of all 4-bit codes.
-  struct Decoder {
-    explicit HWY_INLINE Decoder(float scale) : by(hn::Set(DF(), scale)) {
-      if constexpr (kLanes == 16) by = hn::Mul(hn::Iota(DF(), -8.0F), by);
-    }
-    // Keeps even and odd elements apart, so that rows are added before they are reordered.
-    HWY_INLINE void load(const std::byte* chunk, VF (&values)[kVectors]) const {
-      const auto* const from = reinterpret_cast<const std::uint8_t*>(chunk);
-      for (std::size_t k = 0; k < kVectors; k += 2) {
-        const VU pairs = load_pairs(from + k * kLanes / 2);
-        values[k] = decode(hn::And(pairs, hn::Set(DU(), 15)));
-        values[k + 1] = decode(hn::ShiftRight<4>(pairs));
-      }
-    }
-    static HWY_INLINE void put_in_order(VF (&values)[kVectors]) {
-      for (std::size_t k = 0; k < kVectors; k += 2) {
-        const VF even = values[k];
-        values[k] = hn::InterleaveLower(DF(), even, values[k + 1]);
-        values[k + 1] = hn::InterleaveUpper(DF(), even, values[k + 1]);
-      }
-    }
-    HWY_INLINE VF decode(VU halves) const {
-      if constexpr (kLanes == 16) {
-        return hn::TableLookupLanes(by, hn::IndicesFromVec(DF(), halves));
-      } else {
-        return decoded_vector(hn::Sub(hn::BitCast(DI(), halves), hn::Set(DI(), 8)), by);
-      }
-    }
-    VF by;
-  };
-  static HWY_INLINE void store(const VU (&bits)[kVectors], std::byte* chunk) {
-    auto* const to = reinterpret_cast<std::uint8_t*>(chunk);
-    for (std::size_t k = 0; k < kVectors; k += 2) {
-      store_int4(bits[k], bits[k + 1], to + k * kLanes / 2);
-    }
-  }
-};
-template <>
-struct Codes<Code::kInt8> {
-  static constexpr std::size_t kChunkBytes = kChunk;
-  struct Decoder {
-    explicit HWY_INLINE Decoder(float scale) : by(hn::Set(DF(), scale)) {}
-    HWY_INLINE void load(const std::byte* chunk, VF (&values)[kVectors]) const {
-      const auto* const from = reinterpret_cast<const std::int8_t*>(chunk);
-      for (std::size_t k = 0; k < kVectors; ++k) {
-        values[k] = decoded_vector(load_int8(from + k * kLanes), by);
-      }
-    }
-    static HWY_INLINE void put_in_order(VF (&/*values*/)[kVectors]) {}
-    VF by;
-  };
-  static HWY_INLINE void store(const VU (&bits)[kVectors], std::byte* chunk) {
-    auto* const to = reinterpret_cast<std::uint8_t*>(chunk);
-    for (std::size_t k = 0; k < kVectors; ++k) store_int8(bits[k], to + k * kLanes);
-  }
-};
-
-HWY_INLINE float load_scale(const std::byte* scales, std::size_t group, Dtype dtype) {
-  return kernels::decode(scales, static_cast<std::int64_t>(group), dtype);
-}
 
 HWY_INLINE void store_scales(const float* scales, std::size_t count, std::byte* to, Dtype dtype) {
   if (dtype == Dtype::kF32) {
@@ -277,83 +129,7 @@ struct FromValues {
   VF factor;
 };
 
-template <Code kCode>
-struct FromReceived {
-  using Decoder = typename Codes<kCode>::Decoder;
-
-  FromReceived(const Quantize& args, const GroupTile& tile, const WholeGroups& groups)
-      : FromReceived(args.received, tile, groups) {}
-  FromReceived(const ReceivedMessages& received, const GroupTile& tile, const WholeGroups& groups)
-      : count(static_cast<std::size_t>(received.count)),
-        distance(static_cast<std::size_t>(received.distance)),
-        scale_dtype(received.first.format.scale_dtype) {
-    const TileGroup first = group_of(tile, received.first.format.group_size, groups.first);
-    const TilePlace place = place_of(received.first, tile);
-    codes = place.codes_of(first.number);
-    scales = place.scale_of(first.number);
-  }
-  template <class Visit>
-  HWY_INLINE void each_chunk(std::size_t group, std::size_t size, const Visit& visit) const {
-    const std::size_t begin = group * size / kChunk * Codes<kCode>::kChunkBytes;
-    for (std::size_t i = 0; i < size; i += kChunk) {
-      const std::byte* row = codes + begin + i / kChunk * Codes<kCode>::kChunkBytes;
-      const std::byte* row_scales = scales;
-      VF h[kVectors];
-      Decoder(load_scale(row_scales, group, scale_dtype)).load(row, h);
-      for (std::size_t r = 1; r < count; ++r) {
-        row += distance;
-        row_scales += distance;
-        VF more[kVectors];
-        Decoder(load_scale(row_scales, group, scale_dtype)).load(row, more);
-        for (std::size_t k = 0; k < kVectors; ++k) h[k] = hn::Add(h[k], more[k]);
-      }
-      Decoder::put_in_order(h);
-      visit(i, h);
-    }
-  }
-  HWY_INLINE void prefetch(std::size_t /*i*/) const {}
-  std::size_t count;
-  std::size_t distance;
-  Dtype scale_dtype;
-  const std::byte* codes = nullptr;
-  const std::byte* scales = nullptr;
-};
-
 // ---- phases of a batch -------------------------------------------------------------------------
-
-HWY_INLINE std::uint32_t largest_lane(VI magnitudes) {
-  return static_cast<std::uint32_t>(hn::GetLane(hn::MaxOfLanes(DI(), magnitudes)));
-}
-
-HWY_INLINE VI magnitudes_of(VF values) {
-  return hn::And(hn::BitCast(DI(), values), hn::Set(DI(), 0x7fffffff));
-}
-
-using D4 = hn::CappedTag<std::int32_t, 4>;
-using D2 = hn::CappedTag<std::int64_t, 2>;
-using V4 = hn::Vec<D4>;
-
-HWY_INLINE V4 four_lanes(V4 vector) { return vector; }
-template <class V>
-HWY_INLINE V4 four_lanes(V vector) {
-  const hn::Half<hn::DFromV<V> > half;
-  return four_lanes(hn::Max(hn::LowerHalf(half, vector), hn::UpperHalf(half, vector)));
-}
-
-// The largest magnitude of a group. gather_tops() does the rest, across lanes, for four groups at
-// once: group by group that would cost as much as everything else.
-struct Top {
-  HWY_INLINE Top() { largest[0] = largest[1] = hn::Zero(DI()); }
-  HWY_INLINE void take(const VF (&values)[kVectors]) {
-    for (std::size_t k = 0; k < kVectors; ++k) {
-      largest[k % 2] = hn::Max(largest[k % 2], magnitudes_of(values[k]));
-    }
-  }
-  HWY_INLINE void store(std::int32_t* parts) const {
-    hn::Store(four_lanes(hn::Max(largest[0], largest[1])), D4(), parts);
-  }
-  VI largest[2];
-};
 
 HWY_INLINE void gather_tops(Batch& batch) {
   const D4 d;
@@ -706,97 +482,6 @@ bool quantize_tiles(const Quantize& args) {
   return marked;
 }
 
-// Of one message, whose values are finite where its scales are.
-template <Code kCode>
-HWY_INLINE bool dequantize_whole(const Dequantize& args, const GroupTile& tile,
-                                 const WholeGroups& groups) {
-  const auto size = static_cast<std::size_t>(args.group_size);
-  const TileGroup first = group_of(tile, args.group_size, groups.first);
-  const TilePlace place = place_of(args.in.first, tile);
-  const std::byte* codes = place.codes_of(first.number);
-  const std::byte* const scales = place.scale_of(first.number);
-  float* to = args.values + (tile.element - args.begin) + groups.begin;
-  bool marked = false;
-  for (std::size_t g = 0; g < groups.count(); ++g) {
-    const float scale = load_scale(scales, g, args.in.first.format.scale_dtype);
-    marked |= magnitude_bits(scale) >= kInfinityBits;
-    const typename Codes<kCode>::Decoder decoder(scale);
-    for (std::size_t i = 0; i < size;
-         i += kChunk, codes += Codes<kCode>::kChunkBytes, to += kChunk) {
-      hwy::Prefetch(to + kAheadElements);
-      hwy::Prefetch(to + kAheadElements + 16);
-      VF values[kVectors];
-      decoder.load(codes, values);
-      decoder.put_in_order(values);
-      for (std::size_t k = 0; k < kVectors; ++k) hn::StoreU(values[k], DF(), to + k * kLanes);
-    }
-  }
-  return marked;
-}
-
-// Of several, whose sum may be infinite where no group is marked.
-template <Code kCode>
-HWY_INLINE bool sum_whole(const Dequantize& args, const GroupTile& tile,
-                          const WholeGroups& groups) {
-  const auto size = static_cast<std::size_t>(args.group_size);
-  const FromReceived<kCode> source(args.in, tile, groups);
-  float* to = args.values + (tile.element - args.begin) + groups.begin;
-  VI largest = hn::Zero(DI());
-  for (std::size_t g = 0; g < groups.count(); ++g, to += size) {
-    Top top;
-    source.each_chunk(g, size, [&](std::size_t i, VF(&values)[kVectors]) HWY_ATTR {
-      top.take(values);
-      for (std::size_t k = 0; k < kVectors; ++k) {
-        hn::StoreU(values[k], DF(), to + i + k * kLanes);
-      }
-    });
-    largest = hn::Max(largest, hn::Max(top.largest[0], top.largest[1]));
-  }
-  return largest_lane(largest) >= kInfinityBits;
-}
-
-HWY_INLINE bool widen_whole(const Dequantize& args, const GroupTile& tile,
-                            const WholeGroups& groups) {
-  const std::size_t count = groups.count() * static_cast<std::size_t>(args.group_size);
-  const TileGroup first = group_of(tile, args.group_size, groups.first);
-  const auto* const from =
-      reinterpret_cast<const std::uint16_t*>(place_of(args.in.first, tile).codes_of(first.number));
-  float* const to = args.values + (tile.element - args.begin) + groups.begin;
-  VI largest = hn::Zero(DI());
-  for (std::size_t i = 0; i < count; i += kLanes) {
-    const VF value = simd::decode_bf16(hn::LoadU(simd::DH(), from + i));
-    largest = hn::Max(largest, magnitudes_of(value));
-    hn::StoreU(value, DF(), to + i);
-  }
-  return largest_lane(largest) >= kInfinityBits;
-}
-
-bool dequantize_tiles(const Dequantize& args) {
-  bool marked = false;
-  const Code code = args.in.first.format.code;
-  const bool sums = args.in.count > 1;
-  for (const GroupTile& tile : args.tiles) {
-    const WholeGroups groups(tile, args.group_size);
-    for (std::int32_t g = 0; g < groups.all; ++g) {
-      if (g != groups.first || groups.count() == 0) {
-        marked |= dequantize_group(args, tile, group_of(tile, args.group_size, g));
-        continue;
-      }
-      if (code == Code::kBf16) {
-        marked |= widen_whole(args, tile, groups);
-      } else if (code == Code::kInt4) {
-        marked |= sums ? sum_whole<Code::kInt4>(args, tile, groups)
-                       : dequantize_whole<Code::kInt4>(args, tile, groups);
-      } else {
-        marked |= sums ? sum_whole<Code::kInt8>(args, tile, groups)
-                       : dequantize_whole<Code::kInt8>(args, tile, groups);
-      }
-      g = groups.end - 1;
-    }
-  }
-  return marked;
-}
-
 #endif  // a target with vectors
 
 }  // namespace HWY_NAMESPACE
@@ -808,18 +493,11 @@ HWY_AFTER_NAMESPACE();
 namespace hsdp::quant {
 
 HWY_EXPORT(quantize_tiles);
-HWY_EXPORT(dequantize_tiles);
 
 bool quantize_simd(const Quantize& args) {
   const kernels::DefaultFloatEnvironment environment;
   if (kernels::simd_choice().scalar) return quantize_scalar(args);
   return HSDP_SIMD_DISPATCH(quantize_tiles)(args);
-}
-
-bool dequantize_simd(const Dequantize& args) {
-  const kernels::DefaultFloatEnvironment environment;
-  if (kernels::simd_choice().scalar) return dequantize_scalar(args);
-  return HSDP_SIMD_DISPATCH(dequantize_tiles)(args);
 }
 
 }  // namespace hsdp::quant

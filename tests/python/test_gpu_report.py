@@ -428,7 +428,7 @@ LEFT_OUT = {
                       "host_memory host_piped host_world multicast multicast_copy piped_copy piped_reduce "
                       "ring_channel ring_layout shared_segment socket_waiter staged_reduce tcp_channel "
                       "tcp_handshake tcp_links tile_plan",
-    "quant": "error_state hop_errors hop_figures hop_state loco_exchange loco_hop loco_options "
+    "quant": "dequantize_simd error_state hop_errors hop_figures hop_state loco_exchange loco_hop loco_options "
              "no_device_quantize quantize_simd",
     "zero": "adamw adamw_simd coalesced_window no_device_adamw parameter_check "
             "parameter_gather round_records stored_slice unit_gather",

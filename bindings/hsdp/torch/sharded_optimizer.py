@@ -39,10 +39,11 @@ from hsdp.torch.slices.parameter_slices import (
 )
 from hsdp.torch.slices.settings_word import SettingsWord
 from hsdp.torch.slices.sharded_state_dict import loadable, make_whole, put_slices
+from hsdp.torch.slices.slice_makers import required_places, slice_makers
 from hsdp.torch.slices.slice_states import MASTER, FreshStates, SharedStates, held_bytes
 from hsdp.torch.units.meta_init import MetaInit, ParamInit, random_state_of_rank_0
 from hsdp.torch.units.pass_hooks import full_state_dict
-from hsdp.torch.units.unit_plan import Place, UnitPlan, Units, attached_models, model_of, plan_units
+from hsdp.torch.units.unit_plan import UnitPlan, Units, attached_models, model_of, plan_units
 from hsdp.torch.units.unit_set_up import SlicedUnits, gathered_units, slice_units
 from hsdp.zero.parameter_gather import GatherStats
 
@@ -79,7 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - `max_grad_norm`: clips by the norm of all gradients before each step; `grad_norm` is what it was.
     - `gather_bucket_bytes`: small parameters are gathered together, at most so many bytes at a time, or
       one bucket of the Reducer, which is never divided; whole ones of all ranks together.
-    - `overlap_param_gather`: `step` returns while parameters are gathered, and whoever reads one waits
+    - `overlap_param_gather`: `step` returns while parameters are gathered; code that reads one waits
       for it. False: `step` waits. The same bits; docs/zero.md says what cannot wait.
     - `offload`: "host" keeps masters and states in pinned host memory, where the update then runs;
       gradients and new values cross the bus.
@@ -94,7 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     - `prefetch_bytes`: of units that are gathered ahead of use, at most so many; None: one unit.
     - `persistence_threshold`: parameters of at most so many elements stay whole, as at stage 2.
     - `param_init_fn`: of a model on the meta device, called with each module after its
-      `reset_parameters()`, to set what it has; no more than the units around it are whole meanwhile.
+      `reset_parameters()`, to set what it has; meanwhile only the units around it are whole.
 
     Parameters of 16 bits are rounded from their masters. Weights that something else has written
     since the last step (load_state_dict, `.data`) are taken over at the next one. A step in which any
@@ -107,8 +108,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Construction and `step` are collective over the mesh. Raises UsageError for parameters that no
     Reducer takes the gradients of, or that have an optimizer already (`close()` frees them), a `step`
-    without gradients of a new step, and states that do not fit; nothing is changed then. Where one
-    rank cannot construct it, the others raise StepAbortedError, and all may try again. Ranks whose
+    without gradients of a new step, and states that do not fit; nothing is changed then. If
+    construction fails on one rank, every other rank raises StepAbortedError; all can retry. Ranks whose
     settings differ (lr, betas, max_grad_norm and the like) at the end of a step's last microbatch get a
     MismatchError. What goes wrong in the update itself ends the mesh: this rank keeps its error, the
     others get its text.
@@ -149,7 +150,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 require_options(stage, max_grad_norm, gather_bucket_bytes, master_dtype)
                 offloaded = is_offloaded(offload, first)
                 groups = parameter_groups(params)
-                places = self._require_places(groups, stage, max_grad_norm)
+                places = required_places(groups, self._reducers)
+                require_free(itertools.chain(*places), stage, max_grad_norm)
                 require_unit_options(prefetch_bytes, persistence_threshold)
                 if shard_over is not None:
                     for one in self._reducers:
@@ -157,7 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 threshold = persistence_threshold if stage == 3 else math.inf
                 plan = plan_units(self._reducers, itertools.chain(*places), units, threshold)
                 plan.cut_buckets()
-                makers = _slice_makers(OptimizerProbe(optimizer_class, options), groups, places, offloaded)
+                makers = slice_makers(OptimizerProbe(optimizer_class, options), groups, places, offloaded)
             for one in self._reducers:
                 one.prepare()
         attachments = [a for one in self._reducers for a in attached_models(one)]
@@ -200,18 +202,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._skipped: Any = False
         self._found_none = False  # no gradient of any parameter, on any rank
 
-    # Where the parameters of each group are attached.
-    def _require_places(
-        self, groups: list[dict[str, Any]], stage: int, max_grad_norm: float | None
-    ) -> list[list[Place]]:
-        found = [[self._place_of(p) for p in tensors(g) if p.requires_grad] for g in groups]
-        places = [place for of_group in found for place in of_group]
-        for reducer in self._reducers:
-            if not any(owner is reducer for _, _, owner in places):
-                refuse("parameters of every Reducer that require gradients", "a Reducer without; leave it out")
-        require_free(places, stage, max_grad_norm)
-        return found
-
     # This rank's slices: those of parameters that are released lie in units, others are kept.
     def _make_slices(
         self, plan: UnitPlan, makers: dict[int, Callable[..., ParameterSlice]], meta: MetaInit
@@ -252,17 +242,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def _who(self) -> str:
         return who_of(one.name for one in getattr(self, "_reducers", ()))
-
-    def _place_of(self, parameter: torch.nn.Parameter) -> Place:
-        for reducer in self._reducers:
-            for attachment in attached_models(reducer):
-                name = attachment.name_of(parameter)
-                if name is not None:
-                    return name, parameter, reducer
-        refuse(
-            "parameters whose gradients the Reducer takes (reducer.attach(model))",
-            f"one of shape {tuple(parameter.shape)} that it does not know",
-        )
 
     def close(self) -> None:
         """Frees the parameters for another optimizer. Waits for the parameters, which stay as they are,
@@ -755,18 +734,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
 # A hook of a class's own, before those of users.
 def _with_slices(optimizer: Any, state_dict: dict[str, Any]) -> None:
     put_slices(state_dict, optimizer.param_groups, optimizer._shards)
-
-
-# Of each parameter, by its id: makes this rank's slice, with the states that its optimizer was found to have.
-def _slice_makers(
-    probe: OptimizerProbe, groups: list[dict[str, Any]], places: list[list[Place]], offloaded: bool
-) -> dict[int, Callable[..., ParameterSlice]]:
-    makers: dict[int, Callable[..., ParameterSlice]] = {}
-    for group, of_group in zip(groups, places, strict=True):
-        on_slices = functools.cache(functools.partial(probe.on_slices, settings(group)))
-        on_whole = functools.cache(functools.partial(probe.on_whole, settings(group)))
-        for name, p, reducer in of_group:
-            is_whole = reducer.layout == "whole"
-            states = on_whole(max(1, p.dim()), p.is_complex()) if is_whole else on_slices(p.is_complex())
-            makers[id(p)] = functools.partial(ParameterSlice, name, p, reducer, states, offloaded)
-    return makers

@@ -1,5 +1,5 @@
-// Runs collectives of a shard group beside a Reducer's own, such as gathers of parameters under the
-// backward passes of the next step [Note: gathers beside backwards].
+// Runs collectives of a shard group beside those of a Reducer, such as gathers of parameters during
+// the backward passes of the next step [Note: gathers beside backwards].
 //
 //   const auto lane = ReducerInternal(reducer).make_lane("gather");  // on every rank
 //   Event done = lane->run(updated, [=](Communicator& shard_group, Stream& stream) {
@@ -37,8 +37,7 @@ struct Groups;
 
 class GatherLane {
  public:
-  // Waits for its tasks: for as long as their `after` takes, and for peers at most as long as the
-  // mesh's timeout.
+  // Waits for its tasks: for their `after` without a limit, for peers up to the mesh's timeout.
   ~GatherLane();
   GatherLane(const GatherLane&) = delete;
   GatherLane& operator=(const GatherLane&) = delete;
@@ -50,28 +49,29 @@ class GatherLane {
   // it may outlive the lane.
   // `unit`: what the task gathers, in the record of operations.
   Event run(const Event& after, Task task, int unit = -1);
-  // What its tasks' collectives run on: the shard group that they are given, and where the
-  // Reducer's results are sharded over the mesh, the replicas.
+  // The groups of its tasks' collectives: the shard group, and the replicas if the Reducer's
+  // results are sharded over the mesh.
   [[nodiscard]] reducer::Groups& groups();
-  // Within a task: what the ranks of the shard group say in that task, merged. On a GPU all ranks
-  // of the mesh, whose lanes are issued in one order.
+  // Within a task: merges what the ranks of the shard group say in that task; on a GPU, what all
+  // ranks of the mesh say, as their lanes are issued in one order.
   [[nodiscard]] comm::Agreement agree(const comm::Saying& mine, std::string_view act);
-  // On a GPU: `give` is called by a thread that has given this lane tasks while it waits for those
-  // of another lane, and the next one of this lane must come first on all ranks [Note: recorded
-  // turns]. It gives that one, where it can. This rank may then give tasks that others do not know
-  // of, before the Reducer's first bucket of a microbatch. On every rank, before the first task.
+  // On a GPU: a thread that gives tasks to this lane calls `give` while it waits for another lane,
+  // if this lane's next task must come first on all ranks [Note: recorded turns]; `give` gives that
+  // task if it can. So this rank may give tasks that other ranks do not know of, before the
+  // Reducer's first bucket of a microbatch. Set it on every rank, before the first task.
   void on_need(std::function<void()> give);
-  // What this rank gives from now on is not what it gave before.
+  // Later tasks will not repeat the order of earlier ones.
   void stop_repeating();
-  // Blocks until an Event of run() is complete. Throws what went wrong, also where a GPU did the
-  // task and the world failed meanwhile: nobody knows then what has come.
+  // Blocks until an Event of run() is complete. Throws what went wrong, and the world's failure
+  // even if a GPU has done the task, as its input may be incomplete.
   void wait(const Event& done);
 
  private:
   friend class ReducerInternal;
   struct Parts;
-  // Collective over the world: all ranks have it or none. The lines say what else they agree on.
-  // Who gives it tasks gives gradients to the Reducer; null before that is prepared.
+  // Collective over the world: succeeds on all ranks or on none. `lines` must be the same on all
+  // ranks. `reducer`: the threads that give the lane tasks also give it gradients; null before the
+  // Reducer is prepared.
   GatherLane(reducer::Groups& groups, const std::string& name,
              const std::vector<std::string>& lines, const reducer::Frozen* reducer);
 

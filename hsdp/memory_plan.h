@@ -1,5 +1,6 @@
-// What a Reducer, its hop and what works on its slices will hold and send on a rank, known before
-// any of it exists. Plain data. The fields are those of ReducerStats.
+// What a Reducer, its hop, optimizers and gathers will hold and send on this rank, known before any
+// of it exists. Reducer::memory_plan() returns it; that call is local. Plain data, with the field
+// names of ReducerStats.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +10,13 @@
 
 namespace hsdp {
 
-// What steps do that changes how much memory they take.
+// What steps will do, as far as it changes how much memory they take.
 struct MemoryUse {
-  // Of local sums: steps have microbatches with sync = none, or windows in which the Reducer adds
-  // up. Default: none, but of accumulate_dtype where backwards = kMany or the partial sync is
-  // kNone.
+  // The dtype of local sums, which microbatches with sync = none need, and windows in which the
+  // Reducer adds up. Default: accumulate_dtype if backwards = kMany or the partial sync is kNone,
+  // else there are none.
   std::optional<AccumulateDtype> local_sums{};
-  bool totals = false;  // some groups are all before a step's end
+  bool totals = false;  // some groups have sync = all before a step's end
 };
 
 struct MemoryPlan {
@@ -24,14 +25,14 @@ struct MemoryPlan {
   std::int64_t staging_bytes = 0;
   std::int64_t accumulator_bytes = 0;
   std::int64_t replica_hop_state_bytes = 0;
-  std::int64_t optimizer_bytes = 0;  // of optimizers that there are already
-  // On a GPU, before the Reducer is prepared: without the work memory of the engine.
+  std::int64_t optimizer_bytes = 0;  // of optimizers that exist already
+  // On a GPU, before the Reducer is prepared, without the work memory of the engine.
   std::int64_t scratch_bytes = 0;
   std::int64_t resident_bytes = 0;  // the sum of the above
-  // Beside these while a gather runs: the largest message of each gather that there is already.
+  // In addition, while gathers run: the largest message of each gather that exists already.
   std::int64_t parameter_gather_bytes = 0;
-  std::int64_t shard_hop_bytes = 0;    // of each microbatch that is reduced
-  std::int64_t replica_hop_bytes = 0;  // of each step; of LoCo, after its warm-up
+  std::int64_t shard_hop_bytes = 0;    // per microbatch that is reduced
+  std::int64_t replica_hop_bytes = 0;  // per step; with LoCo, after its warm-up
 };
 
 // Calls visit(name, value) for every field, in their order.

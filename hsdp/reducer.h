@@ -15,22 +15,23 @@
 // until the window has ended: declare it before the Microbatch guard, or pass `keep_alive`. Views
 // of shard() are valid until the next step begins.
 //
-// Threads and streams: reductions run on threads of the Reducer's own. On CUDA a gradient is read
-// after the work that set_stream()'s stream had when gradient_ready was called, results are ordered
-// before the work it gets next, and the stream that frees or overwrites a gradient waits for
-// packed().
+// Collective calls, which every rank of the mesh makes in the same order:
 //
-//   call                                            from          on every rank      waits for
-//                                                                 in the same order  the GPU
-//   gradient_ready, reject_gradient                 any thread    no                 no
-//   construction, the first begin_microbatch,       one thread    yes                no
-//     microbatches, windows, finish, discard,       at a time
-//     gather_*, grad_norm, clip_*, found_inf,
+//   construction, prepare, begin_step, add_party, and registrations
+//   microbatches, windows, finish, discard
+//   gather_gradients, gather_parameters, grad_norm, clip_grad_norm, clip_factor, found_inf,
 //     wait_table
-//   what returns a number or a vector,              one thread    as above           yes
-//     save_snapshot, save_digest, close             at a time
-//   everything else                                 one thread    no                 no
-//                                                   at a time
+//   save_snapshot, if results are sharded over the mesh
+//
+// All other calls are local: a rank may make them alone. Flags, factors and the loss scale are set
+// by local calls, to the same values on every rank.
+//
+// Threads and streams: gradient_ready and reject_gradient may be called from any thread, everything
+// else from one thread at a time. Reductions run on threads of the Reducer. On CUDA a gradient is
+// read after the work that set_stream()'s stream had when gradient_ready was called, results are
+// ordered before its later work, and the stream that frees or overwrites a gradient waits for
+// packed(). Only calls that return a number or a vector, save_snapshot, save_digest and close wait
+// for the GPU.
 //
 // Errors: UsageError for misuse on this rank, and StepAbortedError where another rank dropped the
 // step or failed to set the Reducer up: all ranks can go on. PeerLostError, TimeoutError, a

@@ -1,5 +1,5 @@
-// What a Reducer did and holds, so that claims can be counted by tests, and where it stands. Plain
-// data.
+// What a Reducer has done and holds on this rank, and its state. Plain data. Reducer::stats() and
+// Reducer::state() return them; both calls are local.
 #pragma once
 
 #include <cstdint>
@@ -14,33 +14,33 @@ struct ReducerStats {
   int bucket_count = 0;
   std::int64_t microbatch_count = 0;  // since construction
   std::int64_t step_count = 0;        // finished steps
-  std::int64_t begun_step_count = 0;  // dropped ones too
+  std::int64_t begun_step_count = 0;  // dropped steps included
   std::int64_t reduce_scatter_count = 0;
   std::int64_t all_reduce_count = 0;  // replica hops
   std::int64_t all_gather_count = 0;
-  // What this process sent over the control connection of its world, beats left out; on the rank
-  // that relays also what it passed on. control_links has it by link, and what came.
+  // What this process sent over the control connection of its world, without beats; a rank that
+  // relays also counts what it passed on. control_links has these by link, and what was received.
   std::int64_t control_message_count = 0;
   std::int64_t control_bytes = 0;
   std::vector<ControlLinkStats> control_links;
-  std::int64_t shard_hop_bytes = 0;  // of this rank's buckets, in the dtype that travels
-  // Of this rank's messages in both halves of the hop, an all-reduce's twice, in the dtype that
-  // travels. On a GPU also 8 a found_inf(out).
+  std::int64_t shard_hop_bytes = 0;  // of this rank's buckets, in the wire dtype
+  // Of this rank's messages in both halves of the hop, in the wire dtype. An all-reduce counts
+  // twice. On a GPU each found_inf(out) adds 8.
   std::int64_t replica_hop_bytes = 0;
-  // On a GPU: of gradients, local sums and rows, what was read by 2 or 4 bytes at a time, as it
-  // does not lie on 16 where what is written does. Slower than the rest.
+  // On a GPU: bytes of gradients, local sums and rows that were read 2 or 4 at a time, which is
+  // slow, as they are not aligned to 16 bytes like their destination.
   std::int64_t misaligned_bytes = 0;
-  // Seconds that threads of this rank spent, waits for peers included. On a GPU those of the host,
-  // which only issues the work.
+  // Seconds that threads of this rank spent, including waits for peers. On a GPU the time of the
+  // host, which only issues the work.
   double pack_s = 0;
   double shard_hop_s = 0;
   double replica_hop_s = 0;
   double gather_s = 0;
   double update_s = 0;   // of zero::AdamW
-  double waiting_s = 0;  // of the calling threads, for the library
+  double waiting_s = 0;  // for which calls blocked their threads
 
   std::int64_t carry_bytes = 0;        // fp32 or f64 carry, also the result
-  std::int64_t total_bytes = 0;        // replica-summed totals of groups that are `all` mid-step
+  std::int64_t total_bytes = 0;        // totals of groups with sync = all before the step's end
   std::int64_t staging_bytes = 0;      // two buckets
   std::int64_t accumulator_bytes = 0;  // full-size, sync = none
   std::int64_t replica_hop_state_bytes = 0;
@@ -48,9 +48,9 @@ struct ReducerStats {
   std::int64_t peak_retained_bytes = 0;
   std::int64_t snapshot_bytes = 0;          // copies not yet written, and one kept for the next
   std::int64_t optimizer_bytes = 0;         // moments and masters of slices
-  std::int64_t parameter_gather_bytes = 0;  // messages of small arrays that are being gathered
+  std::int64_t parameter_gather_bytes = 0;  // messages of gathers of small arrays
   std::int64_t scratch_bytes = 0;           // on a GPU: what kernels and collectives work in
-  std::int64_t resident_bytes = 0;          // sum of the above, without the retained references
+  std::int64_t resident_bytes = 0;          // sum of the above, without retained gradients
   std::int64_t peak_resident_bytes = 0;
 
   std::string engine;
@@ -101,17 +101,17 @@ void visit_fields(const ReducerStats& stats, Visit visit) {
   visit("replica_transport", stats.replica_transport);
 }
 
-// Where a Reducer stands on this rank.
+// The state of a Reducer on this rank.
 struct ReducerState {
   enum class Phase : std::uint8_t { kIdle, kCollecting, kFailed, kClosed };
   Phase phase = Phase::kIdle;   // kCollecting: a microbatch is open
-  std::int64_t step = -1;       // the number of the last one that began; -1: none has
+  std::int64_t step = -1;       // the number of the last step that began; -1: none has
   bool step_begun = false;      // it has neither ended nor been dropped
-  bool step_dropped = false;    // it was dropped, as this rank knows
-  std::int64_t microbatch = 0;  // of its microbatches, how many have ended
-  bool pending = false;         // and are not in a result yet
-  bool window_open = false;     // in which microbatches only delimit
-  bool word_under_way = false;  // the ranks have not agreed yet on what was said last
+  bool step_dropped = false;    // this rank knows that it was dropped
+  std::int64_t microbatch = 0;  // the number of its microbatches that have ended
+  bool pending = false;         // these are not in a result yet
+  bool window_open = false;     // a window is open, in which microbatches only delimit passes
+  bool word_under_way = false;  // the ranks have not agreed on the last status word yet
 };
 
 }  // namespace hsdp

@@ -183,7 +183,7 @@ HSDP_HOST_DEVICE inline UnitValues decode_unit(const std::byte* codes, float sca
   return result;
 }
 
-// Of messages of integers, in their order. `first`: of the first one's tile.
+// The sum of messages of integers, in order. `first`: the place of the tile in the first one.
 HSDP_HOST_DEVICE inline UnitValues sum_of(const ReceivedMessages& messages, const TilePlace& first,
                                           const Unit& unit) {
   const GroupFormat& format = messages.first.format;
@@ -537,7 +537,7 @@ struct QuantizeBody {
   }
 };
 
-// Of one message or of several: a sum takes more registers.
+// kSums: for several messages, which take more registers.
 template <bool kSums>
 struct DequantizeBody {
   static constexpr int kResident = 4;

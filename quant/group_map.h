@@ -1,11 +1,10 @@
 // Where the groups of some slices lie in a bucket's memory and in the messages that carry them, and
 // which replica owns them. Plain data, no communication.
 //
-// A map covers some runs of parameters, joined in their order, at most 2^31 - 1 elements. The
-// groups are dealt out to `owners` in order: owner r gets those that begin in
-// [r * ceil(n / owners), (r + 1) * ceil(n / owners)), of n joined elements. Or a cut says whose
-// each run is. What lies in a map and who owns it has no influence on the bits: all arithmetic
-// stays within a group.
+// A map covers some runs of parameters, joined in their order, at most 2^31 - 1 elements. Owner r
+// has the groups that begin in [r * ceil(n / owners), (r + 1) * ceil(n / owners)) of n joined
+// elements, or a cut gives the owner of each run. Maps and owners do not change the bits: all
+// arithmetic stays within a group.
 //
 // Kernels work on tiles: consecutive groups of one parameter with one owner.
 #pragma once
@@ -40,7 +39,7 @@ class GroupMap {
  public:
   // The offsets of `runs` are places in the bucket's memory; runs need not be adjacent.
   GroupMap(std::span<const ParameterRange> runs, int group_size, int owners);
-  // `owners`: a cut of the bucket's memory. Each run lies in one row of it, and they come in its
+  // `owners`: a cut of the bucket's memory. Each run lies in one of its rows; runs are in row
   // order.
   GroupMap(std::span<const ParameterRange> runs, int group_size, const RowCut& owners);
 

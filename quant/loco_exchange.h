@@ -7,10 +7,10 @@
 //   gather    all-gather
 //   decode    the whole message -> means, the same bits on every replica
 //
-// Where each replica keeps its part of the total, that ends with the scatter: decode is then the
-// sum of the rows, in ascending replica, into the part.
+// If each replica keeps its part of the total, there is no gather: decode sums the rows, in
+// ascending replica, into the part.
 //
-// Used by one thread; the stages run on streams of its own.
+// Used by one thread. The stages run on separate streams.
 #pragma once
 
 #include <cstddef>
@@ -36,7 +36,7 @@ struct ExchangeFormats {
   bool gathers = true;  // false: each replica keeps its part
 };
 
-// A part of a bucket that travels together. Cut at groups.
+// A part of a bucket, cut at groups, that is sent at a time.
 struct LocoWindow {
   LocoWindow(std::vector<ParameterRange> runs, GroupMap map, const ExchangeFormats& formats,
              Device device);
@@ -57,20 +57,20 @@ struct LocoWindow {
 // Cuts a bucket's ranges into windows of about equal size, except for the last.
 [[nodiscard]] std::vector<std::vector<ParameterRange>> cut_into_windows(
     std::span<const ParameterRange> ranges, int group_size, std::int64_t window_elements);
-// The same of ranges that lie in the rows of `parts`, in their order. Windows have about equally
-// much of each part, so that all replicas are sent to at a time.
+// The same for ranges in the rows of `parts`, in their order. Each window takes about equally much
+// of each part, so that it goes to all replicas.
 [[nodiscard]] std::vector<std::vector<ParameterRange>> cut_into_windows(
     std::span<const ParameterRange> ranges, int group_size, std::int64_t window_elements,
     const RowCut& parts);
 
 // The sizes of messages in bytes.
 struct ExchangeNeed {
-  // Of the buffers of a window in flight, and how many of these there are.
+  // The buffers of one window in flight, and the number of windows in flight.
   std::int64_t scattered = 0;
   std::int64_t received = 0;
   std::int64_t gathered = 0;
   std::size_t slots = 0;
-  std::int64_t wire = 0;  // of all windows, in both halves
+  std::int64_t wire = 0;  // for all windows, both halves
 
   [[nodiscard]] std::int64_t staging() const {
     return static_cast<std::int64_t>(slots) * (scattered + received + gathered);
@@ -101,10 +101,10 @@ class LocoExchange {
     bool dithers = false;
     std::uint64_t seed = 0;
     std::uint32_t step = 0;
-    std::uint32_t repeat = 0;                  // reductions of the bucket earlier in the step
+    std::uint32_t repeat = 0;                  // earlier reductions of the bucket in the step
     std::int64_t part_begin = 0;               // of bucket.part, in bucket.data
     TileFigures* scattered_figures = nullptr;  // of the window's tiles
-    TileFigures* gathered_figures = nullptr;   // of its own ones
+    TileFigures* gathered_figures = nullptr;   // of the tiles that this replica owns
 
     [[nodiscard]] CallLabel label() const { return {bucket.bucket, bucket.planned}; }
     [[nodiscard]] Dither dither(std::uint32_t stream) const {
@@ -121,7 +121,7 @@ class LocoExchange {
   [[nodiscard]] const Stream& sum_stream() const { return sum_; }
   // Sums `args` without quantization, in order with the windows.
   [[nodiscard]] Event all_reduce(const AllReduce& args, const Event& ready);
-  // The same into the replica's part. `plain` outlives the Event.
+  // The same into this replica's part. `plain` outlives the Event.
   [[nodiscard]] Event reduce_scatter(const PlainScatter& plain, const HopBucket& bucket,
                                      const Event& ready);
 

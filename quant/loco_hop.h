@@ -1,11 +1,11 @@
 // A replica hop that sends 4 or 8 bits per element and feeds the rounding error back.
 //
 // h = g + e; q = quantize(h); d = dequantize(q); e <- beta e + (1 - beta)(h - d), on the way to the
-// owners of the groups, and again with an error of its own on the way back. g is the mean gradient:
-// the shard sum times 1 / (f s). So what is sent adds up to what was given, but for what is still
-// in the errors: sum(d) = sum(g) - (e_K - e_0) / (1 - beta). Every replica ends with the same bits.
-// Where results are sharded over the mesh, each replica keeps the sum of its part, and there is no
-// way back.
+// owners of the groups, and again with a separate error on the way back. g is the mean gradient:
+// the shard sum times 1 / (f s). What is sent adds up to what was given, except for what the errors
+// still hold: sum(d) = sum(g) - (e_K - e_0) / (1 - beta). Every replica ends with the same bits. If
+// results are sharded over the mesh, each replica keeps the sum of its part, and nothing is sent
+// back.
 //
 // LoCo (Xie et al., "LoCo: Low-Bit Communication Adaptor for Large-scale Model Training", TPAMI
 // 2025, arXiv 2407.04480). docs/loco.md says what differs, how to choose the options, and when it
@@ -13,11 +13,11 @@
 //
 // Errors are kept by parameter and place: 1.0625 bytes per element of a slice, plus 1.0625 / R for
 // the way back (int8, groups of 64). There are two copies: the last clean step's and the current
-// one's. Dropped or overflowed steps do not change the errors. They count optimizer steps.
+// one's. Dropped or overflowed steps do not change the errors.
 //
 // Threads and ownership are those of ReplicaHop; call the methods that ReplicaHop lacks between
-// steps, on the thread that drives the owner. Another owner may take over the hop with its errors.
-// It throws UsageError if it is another replica, or has other parts of the same parameters.
+// steps, on the thread that drives the owner. Another owner may take over the hop with its errors;
+// UsageError if that owner is another replica, or has other parts of the same parameters.
 #pragma once
 
 #include <cstdint>

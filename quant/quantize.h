@@ -83,7 +83,7 @@ struct Quantize {
 struct Dequantize {
   std::span<const GroupTile> tiles;
   int group_size = 64;
-  ReceivedMessages in;  // their sum, in their order; of format bf16 one alone
+  ReceivedMessages in;  // summed in order; only one in the format bf16
   float* values = nullptr;
   std::int64_t begin = 0;                           // to values[tile.element - begin + i]
   std::atomic<std::uint32_t>* nonfinite = nullptr;  // set to 1 for a value that is not finite

@@ -18,7 +18,7 @@ namespace hsdp::zero {
 namespace {
 
 constexpr const char* kAdamW = "zero: AdamW";
-constexpr std::int64_t kMomentMultiple = 16;  // elements: moments of every slice lie aligned
+constexpr std::int64_t kMomentMultiple = 16;  // elements, to align the moments of every slice
 
 void require_range(const char* name, double value, double below) {
   if (value >= 0.0 && value < below) return;
@@ -90,7 +90,7 @@ struct AdamW::Parts {
   Buffer clock_memory;
 };
 
-// Checks everything, and gives the slices their moments.
+// Checks everything and allocates the moments.
 void AdamW::Parts::lay_out() {
   std::int64_t bytes = 0;
   for (const AdamWParameter& parameter : parameters) {
@@ -128,7 +128,7 @@ void AdamW::Parts::require_device(const Stream& stream) const {
 
 AdamW::AdamW(Reducer& reducer, std::vector<AdamWParameter> parameters, const AdamWOptions& options)
     : parts_(std::make_unique<Parts>(reducer, std::move(parameters), options)) {
-  reducer.prepare();  // slices stay from here on; first, for it is collective
+  reducer.prepare();  // fixes the slices; first, as it is collective
   check(options);
   parts_->lay_out();
 }
@@ -197,7 +197,8 @@ void AdamW::set_steps(std::int64_t steps, Stream& stream) {
                       .got = std::to_string(steps)});
   }
   AdamWClock clock;
-  while (clock.steps < steps) count_step(clock, parts_->options);  // the powers to the bit
+  while (clock.steps < steps)
+    count_step(clock, parts_->options);  // with the same bits of the powers
   stream.run([&clock, to = parts_->clock(), inside = stream.inside_task()] {
     copy_bytes(to, &clock, sizeof(clock), inside);
   });

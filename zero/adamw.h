@@ -10,8 +10,7 @@
 //   }
 //
 // A slice is fp32: this rank's part of an fp32 parameter, or a master of a 16-bit one, which
-// zero::ParameterGather rounds on the way. Parameters with other options get an optimizer of their
-// own.
+// zero::ParameterGather rounds. Use another optimizer for parameters with other options.
 //
 // Update number t computes in fp64, and narrows each of these to fp32 once:
 //   a = 1 - beta1    b = beta2    c = 1 - beta2    e = epsilon    k = 1 - lr * weight_decay
@@ -21,24 +20,24 @@
 //   m = m + (g - m) * a
 //   v = v * b + (g * g) * c
 //   p = p * k - r * (m / (sqrt(v) / s + e))
-// So the bits depend on neither SIMD width, slicing nor device; those of NaN are exempt. With
-// u = 2^-24 and d = sqrt(v') / s + e, one update of the same p, m, v and g is within
+// So the bits do not depend on SIMD width, slicing or device, except those of NaN. With u = 2^-24
+// and d = sqrt(v') / s + e, one update of the same p, m, v and g differs from fp64 by at most
 //   2u |p| + u |p'| + r / d * (3u |g - m| a + 10u |m'|)
-// of what fp64 gives, and terms of second order, where nothing underflows or overflows.
+// and terms of second order, if nothing underflows or overflows.
 //
 // Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019; the update of
-// torch.optim.AdamW. The factor and the skipping are those of its fused one.
+// torch.optim.AdamW. Factor and skipping are as in its fused form.
 //
-// Ownership: the Reducer and the slices outlive the optimizer, the optimizer outlives its work on
+// Ownership: the Reducer and the slices outlive the optimizer; the optimizer outlives its work on
 // streams.
-// Memory: 8 bytes an element of the slices, which are in optimizer_bytes of the Reducer's stats().
+// Memory: 8 bytes per element of the slices, counted in optimizer_bytes of the Reducer's stats().
 // Threads: one at a time.
-// Streams: an update is work of the stream it is given, and must be over before the Reducer's next
-// step begins; on CUDA the stream of Reducer::set_stream is. Nothing waits for the GPU but steps()
-// and set_steps().
-// Collective: construction, which prepares the Reducer.
+// Streams: an update runs on the given stream and must be over before the Reducer's next step
+// begins, as it is on the stream of Reducer::set_stream. Only steps() and set_steps() wait for the
+// GPU.
+// Collective: construction, which prepares the Reducer. Everything else is local.
 // Errors: UsageError for options out of range, slices that do not fit, a stream of another device,
-// and as Reducer::shard; nothing has changed then.
+// and as Reducer::shard. After one nothing has changed.
 #pragma once
 
 #include <cstdint>
@@ -59,15 +58,14 @@ struct AdamWParameter {
   TensorView slice{};  // f32, of reducer.slice(name)'s count
 };
 
-// Read by the update's work on the stream, in memory of its device.
+// Numbers in memory of the stream's device, which the update's work reads there.
 struct AdamWUpdate {
-  const float* grad_factor = nullptr;  // of all gradients: clips without a pass of its own
-  // 1: neither parameters nor moments nor the count of steps change. What Reducer::found_inf
-  // writes.
+  const float* grad_factor = nullptr;  // multiplies all gradients: clips without a separate pass
+  // As Reducer::found_inf writes it. 1: parameters, moments and the count of steps do not change.
   const float* found_inf = nullptr;
 };
 
-// Of one slice, in f32: to save and to load.
+// The moments of one slice, in f32, to save and to load.
 struct AdamWMoments {
   TensorView first{};
   TensorView second{};
@@ -80,17 +78,17 @@ class AdamW {
   AdamW(const AdamW&) = delete;
   AdamW& operator=(const AdamW&) = delete;
 
-  // What the moments of a slice of so many elements take.
+  // The size of the moments of a slice with that many elements.
   [[nodiscard]] static std::int64_t moment_bytes(std::int64_t slice_count);
 
-  // By the gradients of the finished step.
+  // Updates by the gradients of the finished step.
   void update(Stream& stream, const AdamWUpdate& how = {});
 
   void set_learning_rate(double lr);  // from the next update on
   [[nodiscard]] const AdamWOptions& options() const;
 
   [[nodiscard]] AdamWMoments moments(std::string_view name) const;
-  // Updates that were not skipped. Waits for the stream.
+  // The number of updates that were not skipped. Waits for the stream.
   [[nodiscard]] std::int64_t steps(Stream& stream) const;
   void set_steps(std::int64_t steps, Stream& stream);  // after loading moments
 

@@ -1,5 +1,5 @@
-// What an update of AdamW does to its clock and to one element, in the order of adamw.h, in one
-// place for the host and CUDA [Note: one source for host and device]. Internal to zero/.
+// The arithmetic of an AdamW update, in the order of adamw.h, for the host and CUDA [Note: one
+// source for host and device]. Internal to zero/.
 #pragma once
 
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace hsdp::zero {
 
-// Of one update, for all elements.
+// The numbers of one update, for all elements.
 struct AdamWNumbers {
   float grad_factor = 1.0F;
   float take1 = 0.0F;    // a
@@ -23,8 +23,8 @@ struct AdamWNumbers {
   std::uint32_t skip = 0;
 };
 
-// What an optimizer counts, in memory of its device: whether an update counts is known only there.
-// All zero at the start.
+// What an optimizer counts, in memory of its device, where alone it is known whether an update was
+// skipped. All zero at the start.
 struct AdamWClock {
   std::int64_t steps = 0;
   double beta1_power = 0.0;  // to the power of `steps`, from the first one on

@@ -7,7 +7,7 @@ namespace {
 
 bool on_host(const Stream& stream) { return stream.device().type == DeviceType::kHost; }
 
-// Through pointers that the compiler cannot see through: see DefaultFloatEnvironment.
+// Called through pointers that the compiler cannot resolve: see DefaultFloatEnvironment.
 void (*volatile tick_on_host)(const AdamWTick&) = tick;
 void (*volatile scalar_update)(const AdamWSlice&, std::int64_t, const AdamWNumbers&) = adamw_scalar;
 

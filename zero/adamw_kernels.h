@@ -1,7 +1,6 @@
-// The kernels of AdamW: one that counts a step, and one that updates slices by what it has found.
-// The arithmetic is that of adamw_arithmetic.h: the bits depend on neither SIMD width nor device.
-// All of them run inside a task of the stream, in memory of its device [Note: kernels on a stream].
-// Internal to zero/.
+// The kernels of AdamW: one counts a step, the other updates slices by its numbers. The arithmetic
+// is that of adamw_arithmetic.h: the bits do not depend on SIMD width or device. Kernels run inside
+// a task of the stream, in memory of its device [Note: kernels on a stream]. Internal to zero/.
 #pragma once
 
 #include <cstdint>
@@ -20,22 +19,23 @@ struct AdamWSlice {
   std::int64_t count = 0;
 };
 
-// Counts a step, unless it is to be skipped, and writes its numbers.
+// Counts a step and writes its numbers, unless the step is skipped.
 void adamw_tick(const AdamWTick& args, const Stream& stream);
 
-// By the numbers that the last tick has left in `clock`.
+// Updates by the numbers that the last tick has left in `clock`.
 void adamw_update(std::span<const AdamWSlice> slices, const AdamWClock* clock,
                   const Stream& stream);
 
 // The scalar definition, on the host.
 void adamw_reference(const AdamWSlice& slice, const AdamWNumbers& numbers);
 
-// What stands behind them. Elements [begin, count) one by one; with the SIMD target in use.
+// The implementations on the host: elements [begin, count) one by one, and by the SIMD target in
+// use.
 void adamw_scalar(const AdamWSlice& slice, std::int64_t begin, const AdamWNumbers& numbers);
 void adamw_simd(const AdamWSlice& slice, const AdamWNumbers& numbers);
 
-// Enqueue only. no_device_adamw.cpp takes their place in a build without CUDA, where no such stream
-// can exist.
+// Only enqueue. In a build without CUDA, where no such stream can exist, no_device_adamw.cpp
+// replaces them.
 void adamw_tick_on_device(const AdamWTick& args, const Stream& stream);
 void adamw_update_on_device(std::span<const AdamWSlice> slices, const AdamWClock* clock,
                             const Stream& stream);

@@ -30,13 +30,14 @@ void leave(const std::vector<Reducer*>& reducers, std::string_view reason) {
   for (Reducer* const reducer : reducers) ReducerInternal(*reducer).leave_window(reason);
 }
 
-// Also of those whose step has not begun: the other ranks may be in it.
+// Also drops steps that have not begun here, as the other ranks may be in them.
 void drop_steps(const std::vector<Reducer*>& reducers, const std::string& reason) {
   for (Reducer* const reducer : reducers) {
     try {
       if (!reducer->state().step_begun) reducer->begin_step();
       reducer->abandon_step(reason);
-    } catch (const std::exception&) {  // it is closed or has failed; the first error matters more
+    } catch (
+        const std::exception&) {  // it is closed or has failed; the first error is more important
     }
     ReducerInternal(*reducer).leave_window(reason);
   }
@@ -86,7 +87,7 @@ void CoalescedWindow::end(std::int64_t backwards) {
         {.where = "zero: coalesced window", .expected = "one end()", .got = "another"});
   }
   const std::vector<Reducer*> open = std::exchange(open_, {});
-  try {  // what one of them refuses must not leave a result of another
+  try {  // if one refuses, no other may end with a result
     for (Reducer* const reducer : open) ReducerInternal(*reducer).check_window();
     for (Reducer* const reducer : open) reducer->end_window(backwards);
   } catch (const std::exception& error) {

@@ -1,30 +1,31 @@
-// A window of several backward passes that are reduced once, at its end, however many they are.
+// A window of any number of backward passes, which are reduced once, at its end.
 //
 //   {
 //     zero::CoalescedWindow window({&reducer});
 //     for (const auto& chunk : chunks) {
 //       backward(chunk);                       // reducer.gradient_ready(...) for each parameter
 //     }
-//     window.end();                            // one reduction; the step's result stands
+//     window.end();                            // one reduction, which ends the step
 //   }
 //
-// In a Reducer's state machine it is one microbatch. The ranks need not keep step inside of it, and
-// may run different numbers of passes: losses that embed a batch in chunks of a token budget do.
-// What the options mean is said by WindowOptions; what last = false leaves pending by
-// Reducer::set_partial_sync (kNone: stage 1 of ZeRO; kShard: stages 2 and 3).
-// Source: DeepSpeed's coalesce_grad_reduction (deepspeedai/DeepSpeed pull request 7992)
-// [Note: windows of backward passes].
+// A window is one microbatch of the Reducer. Ranks may run different numbers of passes at different
+// times inside it, as with losses that embed a batch in chunks of a token budget. WindowOptions
+// says what the options mean, and Reducer::set_partial_sync what last = false leaves pending
+// (kNone: stage 1 of ZeRO; kShard: stages 2 and 3).
+// Source: DeepSpeed's coalesce_grad_reduction (deepspeedai/DeepSpeed pull request 7992) [Note:
+// windows of backward passes].
 //
-// Several Reducers (pipeline stages, meshes of experts, two networks that train each other) share a
-// window: all of them reduce at its end, in the order given. Where one cannot begin on a rank, or
-// this rank has broken its rules, the steps of all are dropped; what another rank has dropped is
-// thrown once for all of them.
+// Several Reducers (pipeline stages, meshes of experts, two networks that train each other) can
+// share a window: all reduce at its end, in the given order. If one cannot begin on a rank, or this
+// rank misuses one, the steps of all are dropped. A drop by another rank is thrown once for all of
+// them.
 //
-// Ownership: the Reducers outlive the window. Threads: as of Reducer. Collective: construction and
-// end(), by every rank of each Reducer's mesh.
+// Ownership: the Reducers outlive the window. Threads: as for Reducer. Collective: construction and
+// end(), over the mesh of each Reducer.
 // Errors: UsageError for no Reducer, the same one twice, one whose window is open already, and as
-// Reducer::begin_window. A window that dies without end() drops the step on all ranks, also without
-// an exception: the others get a StepAbortedError that names this rank; all may begin a new step.
+// Reducer::begin_window. A window that is destroyed without end(), even without an exception, drops
+// the step on all ranks: the others get a StepAbortedError that names this rank; all can begin a
+// new step.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +35,8 @@
 
 namespace hsdp::zero {
 
-// Waits until the ranks agree on the last steps of these Reducers, which share windows. Throws what
-// another rank has dropped, once: not where the drop of one of them is known already.
+// Waits until the ranks agree on the last steps of these Reducers, which share windows. Throws a
+// drop by another rank once, and not if the drop of one of them is known already.
 void hear_drops(const std::vector<Reducer*>& reducers);
 
 class CoalescedWindow {
@@ -45,12 +46,12 @@ class CoalescedWindow {
   CoalescedWindow(const CoalescedWindow&) = delete;
   CoalescedWindow& operator=(const CoalescedWindow&) = delete;
 
-  // `backwards`: of how many passes each gradient that was handed over is the sum, where the caller
-  // has added them up (Accumulate::kGrad).
+  // `backwards`: the number of passes of which each gradient is the sum, if the caller has added
+  // them up (Accumulate::kGrad).
   void end(std::int64_t backwards = 1);
 
  private:
-  std::vector<Reducer*> open_;  // none after the end
+  std::vector<Reducer*> open_;  // empty after end()
   reducer::ScopeEnd scope_;
 };
 

@@ -13,7 +13,7 @@ namespace hsdp::zero {
 using kernels::Block;
 
 struct AdamWTickBody {
-  static constexpr int kResident = 1;  // blocks of a multiprocessor, at least
+  static constexpr int kResident = 1;  // blocks per multiprocessor, at least
   struct Shared {};
 
   AdamWTick args;
@@ -25,16 +25,17 @@ struct AdamWTickBody {
   }
 };
 
-// Several slices, cut into pieces that blocks take in turn: a model has many small parameters.
+// Updates several slices in one launch, as a model has many small parameters. Each is cut into
+// pieces, which the blocks share.
 struct AdamWUpdateBody {
   static constexpr int kResident = 4;
-  static constexpr int kElements = 4;  // of a thread at once
+  static constexpr int kElements = 4;  // per thread at once
   static constexpr std::int64_t kPieceElements = std::int64_t{kElements} * Block::kThreads;
-  static constexpr int kMostSlices = 64;  // as many as an argument of 4 KiB holds
+  static constexpr int kMostSlices = 64;  // what an argument of 4 KiB holds
   struct Shared {};
 
   AdamWSlice slices[kMostSlices];
-  std::int64_t first_pieces[kMostSlices + 1] = {};  // of each slice; then how many there are
+  std::int64_t first_pieces[kMostSlices + 1] = {};  // of each slice, and the number of pieces
   int slice_count = 0;
   const AdamWClock* clock = nullptr;
 

@@ -18,7 +18,7 @@ bool ParameterCheck::start(std::function<void()> wait) {
   word_.clear();
   wait_ = nullptr;
   if (++start_count_ % every_ != 0) return false;
-  std::fill_n(sums(), names_.size(), 0);  // of parameters without elements
+  std::fill_n(sums(), names_.size(), 0);  // parameters without elements add nothing
   wait_ = std::move(wait);
   return true;
 }
@@ -42,7 +42,7 @@ std::string ParameterCheck::word() const {
   wait_();
   std::uint64_t whole = 0;
   for (std::size_t i = 0; i < names_.size(); ++i) {
-    constexpr std::uint64_t kOdd = 0x9e3779b97f4a7c15U;  // so that each one's bits count
+    constexpr std::uint64_t kOdd = 0x9e3779b97f4a7c15U;  // so that each parameter's bits count
     whole = whole * kOdd + sums()[i];
   }
   word_ = "#" + std::to_string(whole);

@@ -1,8 +1,8 @@
-// Whether all ranks of the mesh hold the same parameters after each `every`th gather of all of
-// them, as Reducer's verify_every asks [Note: parameters that are compared].
+// Checks that all ranks of the mesh hold the same parameters after each `every`th gather of all of
+// them, for the option verify_every [Note: parameters that are compared].
 //
-// A party of the Reducer's steps: the digest of what was gathered is its word until the next
-// gather, and ends the world on every rank where one has another. Thread-safe.
+// A party of the Reducer's steps. Until the next gather its section has the digest of what was
+// gathered; if a rank has another one, the world ends. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -22,11 +22,11 @@ class ParameterCheck final : public StepParty {
  public:
   ParameterCheck(std::int64_t every, Device device, std::vector<std::string> names);
 
-  // A gather of all parameters begins. Whether it is compared: then its tasks add() each of them,
-  // and `wait` returns when they have, on a GPU the device, too.
+  // A gather of all parameters begins. Returns whether it is compared: then its tasks add() each
+  // parameter, and `wait` returns when they, and on a GPU the device, have done so.
   bool start(std::function<void()> wait);
   void add(std::size_t parameter, ConstTensorView array, const Stream& stream);
-  // `wait` is not called any more.
+  // Never calls `wait` again.
   void forget();
 
   [[nodiscard]] std::string owner() const override { return "parameters after their gather"; }
@@ -45,7 +45,7 @@ class ParameterCheck final : public StepParty {
   Buffer sums_;  // pinned, a digest of each parameter
   mutable std::mutex mutex_;
   std::int64_t start_count_ = 0;
-  mutable std::function<void()> wait_;  // none: nothing is to come
+  mutable std::function<void()> wait_;  // empty: nothing to wait for
   mutable std::string word_;            // of the last gather, if it was compared
 };
 

@@ -38,10 +38,10 @@ struct ParameterGather::Parts {
         memory(ReducerInternal(its_reducer).memory_count()),
         parameters(std::move(its_parameters)) {}
 
-  // Checks everything, and divides it into units. What all ranks must agree on, in lines.
+  // Checks everything and divides it into units. Returns the lines that all ranks must agree on.
   std::vector<std::string> divide(Reducer& reducer, std::int64_t unit_bytes);
   void make_check(const Reducer& reducer);
-  // Once all of them are gathered.
+  // Waits until all units are gathered.
   void wait_gathered() const;
   struct How {
     CallLabel label{};
@@ -49,7 +49,7 @@ struct ParameterGather::Parts {
   };
   Event start(int unit, const Event& updated, const How& how);
   void gather(std::size_t unit, const How& how, Stream& stream);
-  // UsageError for numbers that there are not.
+  // UsageError for an unknown number.
   [[nodiscard]] std::size_t unit_number(int unit) const {
     return check_index(kWhere, "a unit below", unit, std::ssize(units));
   }
@@ -73,8 +73,8 @@ struct ParameterGather::Parts {
   std::vector<Event> gathered;  // by unit
   GatherStats stats;
   std::vector<GatherTime> times;          // by unit
-  std::shared_ptr<ParameterCheck> check;  // or none
-  std::unique_ptr<GatherLane> lane;       // the last: its tasks use the rest
+  std::shared_ptr<ParameterCheck> check;  // null: nothing is compared
+  std::unique_ptr<GatherLane> lane;       // last, as its tasks use the rest
 };
 
 std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::int64_t unit_bytes) {
@@ -105,7 +105,7 @@ std::vector<std::string> ParameterGather::Parts::divide(Reducer& reducer, std::i
     if (parameter.master.count > 0) masters.emplace(registered, &parameter.master);
     lines.push_back("'" + parameter.name + "' " + std::string(name(parameter.array.dtype)));
   }
-  // Ranks with slices of other sizes divide them alike.
+  // By whole sizes, so that ranks with slices of other sizes have the same units.
   std::vector<FullArray> whole = full;
   for (FullArray& one : whole) one.array.count = layout.slices(one.parameter).count();
   units = reducer::gather_units(layout, whole, unit_bytes);
@@ -251,7 +251,7 @@ void ParameterGather::wait(int parameter) {
   const double waited_s = Operations::now_s() - begin_s;
   const std::scoped_lock lock(parts_->mutex);
   if (is_late) parts_->stats.exposed_s += waited_s;
-  // It is there, whatever becomes of the world.
+  // The parameter stays valid even if the world ends.
   Event& gathered = parts_->gathered[static_cast<std::size_t>(
       parts_->unit_of[static_cast<std::size_t>(parameter)])];
   if (gathered.state() == event.state()) gathered = {};

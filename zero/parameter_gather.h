@@ -1,33 +1,33 @@
-// Completes parameters of which each rank of a shard group has updated its slice, or each rank of
-// the mesh where the Reducer's results are sharded over that, on a lane of its own: gathers run
-// under whatever comes next, and readers wait for what they are about to read.
+// Gathers parameters after each rank has updated its slice: over the shard group, or over the mesh
+// if the Reducer's results are sharded over it. Gathers run on a separate lane while the caller
+// goes on; a reader waits for the parameter that it reads.
 //
 //   zero::ParameterGather gather(reducer, {{.name = "w", .array = whole}});   // on every rank
 //   for (...) {
 //     ... a step ...
-//     gather.fence(stream);                        // the last gathers are over
+//     gather.fence(stream);                        // after the last gathers
 //     update(reducer.shard("w"), slice of whole);
 //     gather.start_all(stream.record());           // returns at once
 //     gather.wait("w");                            // before the first use
 //   }
 //
-// Parameters are gathered in units: a large one by itself, straight into its memory, smaller ones
-// together in a unit of at most `unit_bytes`. What the Reducer has joined to one bucket is
-// never divided: small units need small buckets. Units are started in their order, the same on
-// every rank; whoever reads only waits, in any order and as often as it likes. A parameter may have
-// a master: this rank's slice in fp32, which is rounded into the array on the way.
+// Parameters are gathered in units: a large one by itself, straight into its memory; smaller ones
+// together, up to `unit_bytes`. Parameters that the Reducer has joined in one bucket stay in one
+// unit, so small units need small buckets. A parameter may have a master: this rank's slice in
+// fp32, which the gather rounds into the array.
 //
 // Source: the overlapped parameter gather of Megatron-LM's distributed optimizer, where forward
 // hooks also dispatch the gathers; here they only wait [Note: gathers beside backwards].
 //
-// Ownership: arrays and masters outlive the gather, as does the Reducer. They must not be read
-// before ready(), nor written between start() and the end of the unit's gather (fence()).
-// Threads: start() and fence() from one thread at a time; ready() and wait() from any.
-// Streams: a unit is read after `updated`. On a GPU wait() lets a stream wait, not the host.
-// Collective: construction; starts, in the same order on every rank of the shard group.
-// Errors: UsageError for arrays that do not fit and numbers that there are not; MismatchError where
-// ranks give other parameters. What goes wrong in a gather ends the world, and every wait throws
-// it.
+// Ownership: the arrays, the masters and the Reducer outlive the gather. Arrays and masters must
+// not be read before ready(), nor written between start() and the end of the unit's gather
+// (fence()).
+// Threads: start() and fence() from one thread at a time; ready() and wait() from any thread.
+// Streams: a unit is read after `updated`. On a GPU wait() makes a stream wait, not the host.
+// Collective: construction, over the mesh; start() and start_all(), in the same order on every rank
+// that gathers. Everything else is local: ranks wait in any order, as often as they like.
+// Errors: UsageError for arrays that do not fit and for unknown numbers; MismatchError if ranks
+// give different parameters. An error in a gather ends the world, and every wait throws it.
 #pragma once
 
 #include <cstdint>
@@ -52,13 +52,13 @@ struct GatheredParameter {
 
 // What the arrays of a gather are.
 enum class Completes : std::uint8_t {
-  kParameters,  // whole ones
-  // This shard rank's slices of them, where results are sharded over the mesh: each replica has
-  // updated its part, and the shard group is not asked. Masters are of that part.
+  kParameters,  // whole parameters
+  // This shard rank's slices, if results are sharded over the mesh: each replica has updated its
+  // part, and only the replicas gather. Masters are of that part.
   kShardSlices,
 };
 
-// In seconds of the steady clock. On a GPU: when it was enqueued.
+// When a gather ran, in seconds of the steady clock; on a GPU, when it was enqueued.
 struct GatherTime {
   double begin_s = 0;
   double end_s = 0;
@@ -68,7 +68,7 @@ class ParameterGather {
  public:
   static constexpr std::int64_t kUnitBytes = std::int64_t{4} << 20;
 
-  // Prepares the Reducer. All ranks have the gather in the end or none.
+  // Prepares the Reducer. Succeeds on all ranks or on none.
   ParameterGather(Reducer& reducer, std::vector<GatheredParameter> parameters,
                   std::int64_t unit_bytes = kUnitBytes,
                   Completes completes = Completes::kParameters);
@@ -77,28 +77,29 @@ class ParameterGather {
   ParameterGather& operator=(const ParameterGather&) = delete;
 
   [[nodiscard]] int unit_count() const;
-  // Which parameters it holds, as indices into those given at construction.
+  // The parameters of that unit, as indices into those given at construction.
   [[nodiscard]] const std::vector<int>& unit(int number) const;
 
-  // The own slices of that unit are new. Never blocks. Its collectives are compared with the
-  // peers'.
+  // Gathers that unit after `updated`, when this rank's slices are new. Never blocks. Compares its
+  // collectives with those of the peers.
   Event start(int unit, const Event& updated);
-  // Of all units, in their order, which is known: so these are compared the first time only.
+  // Gathers all units in their order. Compares the collectives only the first time.
   void start_all(const Event& updated);
 
-  // The new values of that parameter are in, and no peer reads this rank's slice of its unit.
+  // Completes when the parameter has its new values, and no peer reads this rank's slice of its
+  // unit.
   [[nodiscard]] Event ready(int parameter) const;
-  [[nodiscard]] int find(std::string_view name) const;  // UsageError for an unknown one
-  // Blocks the host until it is ready; returns at once before the first start.
+  [[nodiscard]] int find(std::string_view name) const;  // UsageError for an unknown name
+  // Blocks the host until the parameter is ready; returns at once before the first start.
   void wait(int parameter);
   void wait(std::string_view name) { wait(find(name)); }
   void wait_all();
-  // Lets the stream wait, on a GPU for the device's work only.
+  // Makes the stream wait, on a GPU without blocking the host.
   void wait(int parameter, Stream& reader) const;
-  // From the next start on the parameter is that array, of the same count, dtype and device. Local;
-  // no gather is under way then.
+  // Replaces the parameter's array from the next start on, by one of the same count, dtype and
+  // device. Only while no gather is under way.
   void rebind(int parameter, TensorView array);
-  // Before `writer` updates anything: it waits for every gather.
+  // Makes `writer` wait for every gather; call it before updates.
   void fence(Stream& writer) const;
 
   [[nodiscard]] GatherStats stats() const;

@@ -7,7 +7,7 @@
 namespace hsdp::zero {
 namespace {
 
-constexpr std::size_t kLongest = 4096;  // a pass that evaluates may have no end
+constexpr std::size_t kLongest = 4096;  // an evaluation may be one endless pass
 constexpr std::size_t kMostRecords = 64;
 
 }  // namespace
@@ -44,7 +44,7 @@ std::size_t RoundRecords::number_of(const std::vector<int>& units) {
 
 void RoundRecords::end(bool same) {
   if (!same || wanted_.size() > kLongest) {
-    // Its ranks are better off asking round by round than one after the other.
+    // Asking in every round is faster than leaving a record one rank after the other.
     if (departed_) std::erase_if(next_, [this](const auto& e) { return followed_ == e.second; });
     before_ = followed_;
   } else if (!wanted_.empty()) {

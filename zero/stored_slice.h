@@ -1,5 +1,5 @@
-// This rank's slice of a parameter as it is kept between gathers: in fp32, from which it is rounded
-// into the whole array, or in the array's own dtype.
+// This rank's slice of a parameter between gathers: in fp32, which is rounded into the whole array,
+// or in the array's dtype.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@
 
 namespace hsdp::zero {
 
-// UsageError of `where` unless it is a fp32 slice of so many elements that can be rounded to an
-// array of `dtype`, both on `device`.
+// UsageError that begins with `where`, unless `master` is an fp32 slice of `count` elements on
+// `device` that can be rounded to `dtype`.
 void require_master(const std::string& where, const TensorView& master, std::int64_t count,
                     Dtype dtype, Device device);
 
-// Inside a task of `stream`: the slice into its place in the whole array.
+// Inside a task of `stream`: rounds the slice into its place in the whole array.
 void round_into(const TensorView& stored, const TensorView& place, Stream& stream);
 
 }  // namespace hsdp::zero

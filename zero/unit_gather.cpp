@@ -25,7 +25,7 @@
 #include "zero/stored_slice.h"
 
 namespace hsdp::zero {
-namespace unit_gather {  // not unnamed: UnitGather::Parts has some
+namespace unit_gather {  // not unnamed, as UnitGather::Parts has members of these types
 
 struct Part {
   UnitParameter parameter;
@@ -51,16 +51,16 @@ using unit_gather::Unit;
 constexpr const char* kUnitWhere = "zero: unit gather";
 constexpr std::int64_t kAlignment = 64;
 
-// What a rank says in a round: the number of the unit that it wants, or
-constexpr int kNone = -1;    // nothing more for now,
-constexpr int kUpdate = -2;  // nothing more before the next update.
+// What a rank says in a round: the number of the unit that it wants, or one of these.
+constexpr int kNone = -1;    // it wants nothing for now
+constexpr int kUpdate = -2;  // it wants nothing before the next update
 
-// What all ranks that agree say in a round: the shard group's, on a GPU those of the mesh.
+// What the ranks say in a round: those of the shard group, on a GPU those of the mesh.
 struct Said {
   std::set<int> words;
-  bool wanted_alike = false;  // in this pass, so far
+  bool wanted_alike = false;  // in this pass so far
   [[nodiscard]] bool want_nothing() const { return *words.rbegin() < 0; }
-  // The unit that all want.
+  // The unit that all ranks want.
   [[nodiscard]] std::optional<int> common_unit() const {
     return words.size() == 1 && !want_nothing() ? std::optional(*words.begin()) : std::nullopt;
   }
@@ -82,7 +82,7 @@ std::set<int> words_in(const std::string& bits) {
   return words;
 }
 
-// Whoever watches a GPU may speak of it when the gather is gone.
+// The thread that watches a GPU may use the text when the gather is gone.
 std::string_view kept_for_good(const std::string& text) {
   static std::mutex mutex;
   static auto* const all = new std::set<std::string>;  // outlives static objects
@@ -114,7 +114,7 @@ void require_stored(const UnitParameter& one, bool is_registered, std::int64_t c
   require_master(where, stored, count, one.dtype, device);
 }
 
-// Those that share a message are in the first one.
+// Parameters that share a message are in the first one.
 std::vector<std::vector<std::size_t>> messages_of(const BucketLayout& layout,
                                                   std::span<const Part> parts,
                                                   std::span<const std::optional<int>> registered) {
@@ -142,38 +142,38 @@ struct UnitGather::Parts {
         memory(ReducerInternal(its_reducer).memory_count()),
         device(its_reducer.device()) {}
 
-  // Checks everything. What all ranks must agree on, in lines.
+  // Checks everything. Returns the lines that all ranks must agree on.
   std::vector<std::string> prepare(Reducer& reducer, std::vector<ParameterUnit> given);
   [[nodiscard]] std::int64_t message_bytes() const;
   Unit& at(int unit);
-  // A round that a record foretells, or one in which the ranks ask each other.
+  // Gathers in a round of the record, or in one in which the ranks ask each other.
   Event gather(int unit, std::vector<TensorView> arrays);
-  // Blocks until all want nothing more, and until all want nothing before the next update.
+  // Takes part in rounds until all ranks want nothing for now, or before the next update.
   Event rounds_until(int own, bool until_update);
 
-  // The next round of the lane. Its Event, and what the ranks say.
+  // The next round of the lane: its Event, and what the ranks say.
   struct Asked {
     Event done;
     std::shared_future<Said> said;
   };
   Asked ask(int own, std::vector<TensorView> arrays);
-  // Meanwhile this thread gives other lanes what they need first.
+  // Waits; meanwhile this thread gives other lanes what they need first.
   static const Said& hear(const Asked& asked) {
     static_cast<void>(asked.done.enqueued());
     return asked.said.get();
   }
-  // Takes part in so many rounds that the record foretells, and wants none of them.
+  // Takes part in that many rounds of the record without wanting their units.
   void follow(std::ptrdiff_t count);
-  // What this pass began with is known from here on.
+  // Waits for the first round of this pass.
   void hear_opening();
 
-  // On the lane.
+  // Runs on the lane.
   Said round(int own, std::uint64_t wanted, std::span<const TensorView> arrays, Communicator& group,
              Stream& stream);
   [[nodiscard]] std::set<int> words_of(int own, Communicator& group, std::string_view act);
-  // What has to be there before a round reads slices of these units: on a GPU, enqueued.
+  // The Events after which a round may read slices of these units; on a GPU, of enqueued work.
   [[nodiscard]] std::vector<Event> arrived(int first, int end) const;
-  // Into memory that nobody reads.
+  // Gathers the unit into memory that is not read.
   void take_part(const Unit& unit, Communicator& group, Stream& stream);
   void fill(const Unit& unit, std::span<const TensorView> arrays, Communicator& group,
             Stream& stream);
@@ -185,14 +185,14 @@ struct UnitGather::Parts {
   Device device;
   std::vector<Unit> units;
   MemoryCount::Held expected;                            // messages
-  std::function<std::vector<Event>(int unit)> arrivals;  // or none
-  Event updated;  // what the rounds that this thread gives come after
+  std::function<std::vector<Event>(int unit)> arrivals;  // may be empty
+  Event updated;  // the rounds that this thread gives come after it
   RoundRecords records;
-  Asked opening;  // the first round of this pass, until it is heard
+  Asked opening;  // the first round of this pass, until hear_opening()
   bool in_pass = false;
   mutable std::mutex mutex;
   GatherStats stats;
-  std::unique_ptr<GatherLane> lane;  // the last: its tasks use the rest
+  std::unique_ptr<GatherLane> lane;  // last, as its tasks use the rest
 };
 
 std::vector<std::string> UnitGather::Parts::prepare(Reducer& reducer,
@@ -229,7 +229,7 @@ std::vector<std::string> UnitGather::Parts::prepare(Reducer& reducer,
   return lines;
 }
 
-// Of the largest one.
+// The size of the largest message.
 std::int64_t UnitGather::Parts::message_bytes() const {
   std::int64_t most = 0;
   for (const Unit& unit : units) {
@@ -253,7 +253,7 @@ Unit& UnitGather::Parts::at(int unit) {
 Said UnitGather::Parts::round(int own, std::uint64_t wanted, std::span<const TensorView> arrays,
                               Communicator& group, Stream& stream) {
   const std::string_view act = own < 0 ? "end the gathers of units" : at(own).act;
-  // Of each group these add up to nothing, where its ranks have made the same calls.
+  // In each group these sum to zero if its ranks have made the same calls.
   const auto calls = static_cast<std::int64_t>(group.call_hash() & 0xffffffffU);
   const auto bits = static_cast<std::int64_t>(wanted);
   const comm::Agreement all =
@@ -275,7 +275,7 @@ Said UnitGather::Parts::round(int own, std::uint64_t wanted, std::span<const Ten
   return said;
 }
 
-// What the ranks of this group say.
+// The words of the ranks of this group.
 std::set<int> UnitGather::Parts::words_of(int own, Communicator& group, std::string_view act) {
   const std::string key = group.next_exchange_key();
   group.post(key, {.any = bit_of(own, units.size())});
@@ -291,7 +291,7 @@ UnitGather::Parts::Asked UnitGather::Parts::ask(int own, std::vector<TensorView>
     if (records.follows()) lane->stop_repeating();
     records.depart();
   }
-  // Any unit may be served.
+  // The round may serve any unit.
   asks.done = lane->run(updated, [this, own, wanted = records.hash(), arrays = std::move(arrays),
                                   after = arrived(0, static_cast<int>(std::ssize(units))),
                                   result = std::move(result)](Communicator& group, Stream& stream) {
@@ -307,7 +307,7 @@ void UnitGather::Parts::hear_opening() {
   try {
     records.begin(hear(opening).common_unit());
     if (!records.follows()) lane->stop_repeating();
-  } catch (const std::future_error&) {  // it was not run, and what comes next says why
+  } catch (const std::future_error&) {  // it did not run; the next call throws why
     in_pass = false;
   }
   opening = {};
@@ -408,7 +408,7 @@ Event UnitGather::Parts::rounds_until(int own, bool until_update) {
       in_pass = false;
       records.end(said.wanted_alike);
       if (!until_update || !said.words.contains(kNone)) return asks.done;
-    } catch (const std::future_error&) {  // the task has failed, or was never run
+    } catch (const std::future_error&) {  // the task has failed, or did not run
       lane->wait(asks.done);
       throw;
     }
@@ -419,9 +419,9 @@ UnitGather::UnitGather(Reducer& reducer, std::vector<ParameterUnit> units)
     : parts_(std::make_unique<Parts>(reducer)) {
   parts_->lane = ReducerInternal(reducer).make_lane(
       "hsdp-units", [&] { return parts_->prepare(reducer, std::move(units)); });
-  // A rank that skips a unit takes part in its round later.
+  // If this rank skips a unit, it takes part in its round then.
   parts_->lane->on_need([parts = parts_.get()] {
-    parts->hear_opening();  // which was issued
+    parts->hear_opening();  // its round was issued
     if (!parts->records.coming().empty()) parts->follow(1);
   });
 }

@@ -9,7 +9,7 @@
 
 namespace hsdp {
 
-// The local tasks of a lane, as a stream.
+// A lane's local tasks as a stream.
 class IssueOrder::IssuerQueue : public Stream::Queue {
  public:
   IssuerQueue(std::shared_ptr<State> state, std::shared_ptr<State::Queue> queue)
@@ -51,7 +51,7 @@ class IssueOrder::IssuerQueue : public Stream::Queue {
   [[nodiscard]] State::Queue& queue() const { return *queue_; }
 
  private:
-  // None: there is nothing to wait for.
+  // Null if there is nothing to wait for.
   [[nodiscard]] std::shared_ptr<HostEvent> push_event() {
     {
       const std::lock_guard lock(state_->mutex);
@@ -87,7 +87,7 @@ class IssueOrder::QueueIssuer : public Issuer {
     }
     state_->flush(lock);
     state_->changed.notify_all();
-    // What it said is on its way before the engine may go.
+    // Its messages are sent before the engine may go.
     state_->changed.wait(lock, [this] { return !state_->sending; });
   }
   QueueIssuer(const QueueIssuer&) = delete;
@@ -143,7 +143,7 @@ class IssueOrder::QueueIssuer : public Issuer {
   }
 
  private:
-  // Adds one now, and takes it back when the token goes.
+  // Adds one now, and subtracts it when the handle is released.
   using Add = void (*)(State& state, State::Queue& queue, int count);
   [[nodiscard]] std::shared_ptr<void> token(Add add) const {
     const auto add_now = [state = state_, queue = queue_, add](int count) {
@@ -168,7 +168,7 @@ IssueOrder::IssueOrder(const Communicator& world) : state_(std::make_shared<Stat
   state_->group_id = world.engine()->group_id();
   state_->members = world.world_ranks();
   state_->rank = world.rank();
-  // Both within the state, which has the record.
+  // Raw pointers, as the state owns the record that calls these.
   const auto say = [state = state_.get()](const auto& entries) { state->say(entries); };
   const auto count = [state = state_.get()](int lane, std::int64_t turns) {
     const auto found = state->queues.find(lane);
@@ -196,7 +196,7 @@ IssueOrder::IssueOrder(const Communicator& world) : state_(std::make_shared<Stat
   thread.detach();
 }
 
-// Lanes are gone: nothing is left to do, and the thread ends by itself.
+// All lanes are gone, so the thread ends by itself.
 IssueOrder::~IssueOrder() {
   {
     const std::lock_guard lock(state_->mutex);
@@ -207,7 +207,7 @@ IssueOrder::~IssueOrder() {
 
 namespace {
 
-// The orders of this process, each as long as its group.
+// The orders of this process, each kept as long as its group.
 struct Orders {
   struct Entry {
     std::weak_ptr<Communicator::Engine> engine;
@@ -249,10 +249,10 @@ void IssueOrder::let_tasks_go_first(const comm::Control& control) {
   for (const std::shared_ptr<State>& state : of_world) state->let_tasks_go_first();
 }
 
-// The first of several lanes has issued more on one rank than on another: all ranks issue without
-// asking what the furthest of them has issued so far, and nobody issues while they find that out.
-// Of a record that they follow nobody takes a turn meanwhile. They meet before that: until then a
-// rank may have to issue for one that is not here yet.
+// When a second lane comes, the first may have issued more on one rank than on another: all ranks
+// issue without turns what the furthest of them has issued. While they find that out, no rank
+// issues, or takes a turn of a record. All ranks meet before that, as until then one may have to
+// issue for a rank that is not here yet.
 std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   State& state = *state_;
   auto queue = std::make_shared<State::Queue>();
@@ -273,8 +273,8 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
     mine.any = {state.queues.empty() ? '\0' : '\1'};
     mine.most = {state.several ? state.turns().taken() : state.issued_alone};
     queue->heard.assign(state.members.size(), 0);
-    queue->heard.front() = State::kAll;   // the first rank knows its own
-    state.queues[queue->number] = queue;  // others may tell of it before this rank goes on
+    queue->heard.front() = State::kAll;   // the first rank knows its own tasks
+    state.queues[queue->number] = queue;  // other ranks may tell of it from here on
     state.paused = !state.several;
   }
   bool others = false;  // other lanes, on any rank
@@ -293,7 +293,7 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
     state.paused = false;
     const bool ends_record = !error && state.rank == 0 && state.several;
     state.record->end_adding(ends_record ? std::optional(furthest) : std::nullopt);
-    if (error) state.failed = true;  // nobody knows any more how far the others are
+    if (error) state.failed = true;  // the ranks no longer know how far the others are
     if (error) {
       state.queues.erase(queue->number);
     } else if (!others) {

@@ -13,7 +13,7 @@ namespace {
 
 using LaneCount = comm::RecordedTurns::LaneCount;
 
-// Long, as a backward pass may be slow. A thread that waits is what shows that a record is wrong.
+// Long, as a backward pass may be slow. A waiting thread notices a wrong record earlier.
 std::atomic<std::chrono::microseconds> patience{std::chrono::seconds(1)};
 
 std::string encode(std::uint32_t generation, const std::vector<LaneCount>& counts) {
@@ -26,7 +26,7 @@ std::string encode(std::uint32_t generation, const std::vector<LaneCount>& count
   return out.take();
 }
 
-// Nothing of another generation.
+// Empty for another generation.
 std::vector<LaneCount> decode(std::uint32_t generation, std::string_view bytes) {
   constexpr std::size_t kEntryBytes = 12;
   comm::WireReader in(bytes);
@@ -41,8 +41,8 @@ std::vector<LaneCount> decode(std::uint32_t generation, std::string_view bytes) 
 
 }  // namespace
 
-// Decides which items are for all ranks. Nothing behind one that may change the answer is looked at
-// before that one has run: so all ranks count the same items.
+// Decides which items are ordered. Stops behind an item that may change the answers until that has
+// run, so that all ranks count the same items.
 void IssueOrder::State::Queue::sort() {
   while (!holds_back && sorted < items.size()) {
     Item& item = items[sorted++];
@@ -78,7 +78,7 @@ void IssueOrder::State::run_front(Lock& lock, Queue& queue) {
       error = std::current_exception();
     }
   }
-  item = {};  // what the task holds dies before the next task, and outside the lock
+  item = {};  // destroys what the task holds before the next task, outside the lock
   lock.lock();
   if (!queue.error) queue.error = std::move(error);
   if (held_back) queue.holds_back = false;
@@ -89,20 +89,20 @@ void IssueOrder::State::run_front(Lock& lock, Queue& queue) {
 bool IssueOrder::State::run_one_local(Lock& lock) {
   for (const auto& [_, queue] : queues) {
     if (!queue->has_local()) continue;
-    const std::shared_ptr<Queue> kept = queue;  // the lane may be gone when it comes back
+    const std::shared_ptr<Queue> kept = queue;  // the lane may be gone afterwards
     run_front(lock, *kept);
     return true;
   }
   return false;
 }
 
-// This rank has not issued all that the furthest one had when a second lane came.
+// Whether this rank has not issued all that the furthest rank had when a second lane came.
 bool IssueOrder::State::catches_up() const {
   return std::ranges::any_of(
       queues, [](const auto& entry) { return entry.second->issued < entry.second->unasked; });
 }
 
-// Empty: what comes next on all ranks is not known, or not there yet.
+// Null if the next task of all ranks is not known, or not here yet.
 std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::next_in_order() const {
   if (paused && !failed) return nullptr;
   for (const auto& [_, queue] : queues) {
@@ -118,7 +118,8 @@ std::shared_ptr<IssueOrder::State::Queue> IssueOrder::State::next_in_order() con
   return waits ? nullptr : found->second;
 }
 
-// Another rank may not come to its next task before it has issued those that had come before.
+// Whether tasks that came before are not issued yet; another rank may need them before its next
+// task.
 bool IssueOrder::State::is_early(const Queue& queue) const {
   const std::int64_t its_phase = queue.items.front().phase;
   return std::ranges::any_of(queues, [its_phase](const auto& entry) {
@@ -127,8 +128,8 @@ bool IssueOrder::State::is_early(const Queue& queue) const {
   });
 }
 
-// The next turn is that of a bucket before which a rank may need what no record has. All meet
-// there: none issues it before every rank has it.
+// Whether the next turn is that of a bucket before which a rank may need what no record has: no
+// rank issues it before all have it.
 bool IssueOrder::State::is_meeting() const {
   if (owes || !turns().is_recorded() || !turns().next() || record->has_met()) return false;
   const auto found = queues.find(*turns().next());
@@ -145,7 +146,7 @@ void IssueOrder::State::run_turn(Lock& lock, Queue& queue) {
   run_front(lock, queue);
 }
 
-// What the first rank does not know yet.
+// The counts that the first rank does not know yet.
 std::vector<LaneCount> IssueOrder::State::take_news() {
   std::vector<LaneCount> news;
   for (const auto& [number, queue] : queues) {
@@ -156,7 +157,7 @@ std::vector<LaneCount> IssueOrder::State::take_news() {
   return news;
 }
 
-// All that is ready on every rank, by the first one.
+// On the first rank: the turns of all tasks that are ready on every rank.
 std::vector<LaneCount> IssueOrder::State::choose_turns() {
   if (owes) record->restart();
   std::vector<LaneCount> choice;
@@ -185,7 +186,7 @@ std::vector<LaneCount> IssueOrder::State::choose_turns() {
   }
 }
 
-// Only when nothing is left to be issued: so one message speaks of all that has come meanwhile.
+// Called when nothing is left to issue, so that one message tells of all tasks that came meanwhile.
 bool IssueOrder::State::speak(Lock& lock) {
   if (!several || paused || failed || catches_up()) return false;
   if (turns().follows()) {
@@ -203,7 +204,7 @@ bool IssueOrder::State::speak(Lock& lock) {
   return true;
 }
 
-// To all others, or to the first rank.
+// Queues messages from the first rank to all others, or to the first rank.
 void IssueOrder::State::say(const std::vector<LaneCount>& entries) {
   const std::span<const int> all(members);
   for (const int peer : rank == 0 ? all.subspan(1) : all.first(1)) {
@@ -211,7 +212,7 @@ void IssueOrder::State::say(const std::vector<LaneCount>& entries) {
   }
 }
 
-// In the order in which they were decided, whichever thread sends them.
+// Sends messages in the order in which they were decided, on any thread.
 void IssueOrder::State::flush(Lock& lock) {
   if (sending) return;
   sending = true;
@@ -223,7 +224,7 @@ void IssueOrder::State::flush(Lock& lock) {
       if (const auto kept = engine.lock()) {
         kept->control().tell(message.peer, topic(), encode(message.generation, message.entries));
       }
-    } catch (const std::exception&) {  // a forked child's: its tasks find out themselves
+    } catch (const std::exception&) {  // in a forked child, whose tasks fail themselves
     }
     lock.lock();
   }
@@ -231,7 +232,7 @@ void IssueOrder::State::flush(Lock& lock) {
   changed.notify_all();
 }
 
-// On another thread, as the one that issues may be waiting in a task.
+// Runs on another thread, as the issuing one may wait in a task.
 void IssueOrder::State::hear(int from, std::string_view message) {
   Lock lock(mutex);
   for (const LaneCount& entry : decode(generation, message)) {
@@ -245,7 +246,7 @@ void IssueOrder::State::hear(int from, std::string_view message) {
       found->second->heard.at(static_cast<std::size_t>(member)) = entry.count;
     }
   }
-  // Whoever lets go of the engine last waits for the thread that hears: not this one.
+  // The engine's destructor waits for this thread, so another one must release it.
   auto kept = outbox.empty() ? nullptr : engine.lock();
   flush(lock);
   changed.notify_all();
@@ -253,7 +254,7 @@ void IssueOrder::State::hear(int from, std::string_view message) {
   if (kept) std::thread([kept = std::move(kept)] {}).detach();
 }
 
-// A recorded turn has no task here and another lane has one, or it must not be taken.
+// Whether a recorded turn must not be taken, or has no task here while another lane has one.
 bool IssueOrder::State::is_stalled() const {
   if (failed || record->asked_to_stop() || !turns().is_recorded() || !turns().next()) return false;
   if (is_meeting()) return false;  // Control knows of that wait
@@ -261,13 +262,13 @@ bool IssueOrder::State::is_stalled() const {
          std::ranges::any_of(queues, [](const auto& entry) { return entry.second->has_ordered(); });
 }
 
-// What is here already shows that the record does not hold.
+// Whether the tasks here already show that the record is wrong.
 bool IssueOrder::State::breaks_record() const {
   const auto found = queues.find(turns().next().value());
   return owes || found == queues.end() || found->second->has_ordered();
 }
 
-// Nothing can be issued. Whether a record is to end for that.
+// Waits while nothing can be issued. Returns whether the record should end for that.
 bool IssueOrder::State::wait_for_work(Lock& lock) {
   using Clock = std::chrono::steady_clock;
   if (!is_stalled()) {
@@ -289,7 +290,7 @@ int IssueOrder::State::missing_peer(const Queue& queue) const {
   return members[static_cast<std::size_t>(missing - queue.heard.begin())];
 }
 
-// The oldest lane's task that is ready here and has no turn yet.
+// What this rank waits for: the oldest lane's task that is ready here and has no turn yet.
 std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited() const {
   if (!several || paused || failed || catches_up()) return std::nullopt;
   if (turns().follows()) {
@@ -299,7 +300,7 @@ std::optional<IssueOrder::State::Wait> IssueOrder::State::awaited() const {
         is_meeting() ? queues.at(*turns().next())->items.front().place : kAfterBuckets;
     return Wait{-1, turns().taken(), place, *peer};
   }
-  if (turns().next()) return std::nullopt;  // this rank's task is missing: others say so
+  if (turns().next()) return std::nullopt;  // this rank's task is missing, which others report
   for (const auto& [number, queue] : queues) {
     const std::int64_t next = queue->chosen;
     if (next >= 0 && next < queue->ready()) {
@@ -364,8 +365,8 @@ void IssueOrder::State::give_here(Queue& queue) {
   if (queue.givers.size() > kMost) queue.givers.pop_front();
 }
 
-// For a thread that waits for a task that `mine` has. A turn that is told has its task here, unless
-// it is one that another rank took by a record that has ended since.
+// For a thread that waits for a task of `mine`. A turn that was told has its task here, unless
+// another rank took it by a record that has ended since.
 std::function<void()> IssueOrder::State::needed_first(const Queue& mine) {
   if (failed || paused || !several || !mine.has_ordered() || catches_up()) return {};
   const bool works = std::ranges::any_of(
@@ -397,7 +398,7 @@ void IssueOrder::State::work() {
     }
     if (speak(lock) || change_wait(lock, awaited())) continue;
     if (closing) return;
-    // A record that was told of before has ended here, too.
+    // A record that was told before has ended here, too.
     if (late == 0 && is_idle() && !turns().follows()) owes = false;
     if (!wait_for_work(lock)) continue;
     record->ask_to_stop();

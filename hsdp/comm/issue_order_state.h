@@ -1,8 +1,6 @@
 // The tasks of an IssueOrder and the thread that issues them: decides whose turn it is, alone or by
 // messages to the other ranks, and runs the task. Internal to issue_order.cpp, whose lanes bring
-// the tasks.
-//
-// Everything is under `mutex`, but for what the group is and what one thread alone looks at.
+// the tasks. `mutex` guards all members, except the group's and those that only one thread uses.
 #pragma once
 
 #include <atomic>
@@ -36,7 +34,7 @@ struct IssueOrder::State {
     int place = 0;
     bool may_skip_later = false;
     bool ends_step = false;
-    std::int64_t phase = -1;  // how many tasks but buckets had come to all lanes before it
+    std::int64_t phase = -1;             // Issuer::phase() when it came
     std::shared_ptr<HostEvent> event{};  // instead of a task
     bool ordered = false;                // once it is sorted
     bool opens = false;                  // the first bucket of a microbatch
@@ -44,25 +42,26 @@ struct IssueOrder::State {
   struct Queue {
     int number = 0;
     std::deque<Item> items;
-    bool meets = false;       // first buckets
-    bool opens_next = true;   // a bucket that comes is the first one
-    std::size_t sorted = 0;   // items at the front, known to be ordered or local
-    bool holds_back = false;  // a sorted one may yet change what the next ones are
+    bool meets = false;       // meet_first()
+    bool opens_next = true;   // the next bucket is a microbatch's first one
+    std::size_t sorted = 0;   // items at the front that are known to be ordered or local
+    bool holds_back = false;  // a sorted one may still change what the next ones are
     struct Place {
       int place = 0;
       bool ends_step = false;
       std::int64_t phase = 0;
     };
-    std::deque<Place> places;  // of the ordered ones in the queue
-    std::int64_t issued = 0;   // ordered ones that left it
-    std::int64_t told = 0;     // how many the first rank knows to be ready here
-    std::int64_t chosen = 0;   // how many have got their turn
-    std::int64_t unasked = 0;  // how many need none, as there was one lane only: kAll, there is
-    std::vector<std::int64_t> heard;     // first rank: how many are ready, by rank
+    // Of ordered items.
+    std::deque<Place> places;  // those in the queue
+    std::int64_t issued = 0;   // number that left it
+    std::int64_t told = 0;     // number that the first rank knows to be ready here
+    std::int64_t chosen = 0;   // number that have got their turn
+    std::int64_t unasked = 0;  // number that need no turn, from a time with one lane; or kAll
+    std::vector<std::int64_t> heard;     // on the first rank: number that are ready, by rank
     bool busy = false;                   // an item is out of the queue but not done
-    int open = 0;                        // tokens of open() that live
-    std::deque<std::int64_t> unissued;   // tasks but buckets, as numbers over all lanes
-    std::deque<std::thread::id> givers;  // the last
+    int open = 0;                        // live handles of open()
+    std::deque<std::int64_t> unissued;   // phases of the tasks without buckets
+    std::deque<std::thread::id> givers;  // the last threads that gave tasks
     std::function<void()> give;          // on_need()
     std::exception_ptr error;
 
@@ -77,7 +76,7 @@ struct IssueOrder::State {
       return places[static_cast<std::size_t>(number_in_lane - issued)];
     }
   };
-  // What Control is told that this thread waits for.
+  // What the thread waits for, as Control knows it.
   struct Wait {
     int lane = 0;
     std::int64_t number_in_lane = 0;
@@ -89,20 +88,20 @@ struct IssueOrder::State {
 
   std::weak_ptr<Communicator::Engine> engine;
   std::string group_id;
-  std::vector<int> members;  // world ranks, of which the first chooses
-  int rank = 0;              // among them
+  std::vector<int> members;  // world ranks; the first one chooses
+  int rank = 0;              // in members
 
   mutable std::mutex mutex;
   std::condition_variable changed;
   std::map<int, std::shared_ptr<Queue>> queues;
   int next_number = 0;
-  bool several = false;           // lanes: turns are agreed
-  std::int64_t issued_alone = 0;  // ordered items, while there is one lane
+  bool several = false;           // there are several lanes, so turns are agreed
+  std::int64_t issued_alone = 0;  // ordered items issued while there is one lane
   std::optional<RecordedTurns> record;
-  std::atomic<std::int64_t> phase = 0;  // of what comes next
-  int late = 0;                         // tokens of come_late() that live
-  bool owes = false;                    // what came late is not issued
-  bool paused = false;                  // until the ranks know from where on they agree
+  std::atomic<std::int64_t> phase = 0;  // of the next item
+  int late = 0;                         // live handles of come_late()
+  bool owes = false;                    // late tasks are not issued yet
+  bool paused = false;                  // the ranks do not know yet from where on they agree
   struct Stall {
     std::chrono::steady_clock::time_point since;
     std::int64_t taken = 0;
@@ -115,10 +114,10 @@ struct IssueOrder::State {
   };
   std::deque<Message> outbox;
   bool sending = false;
-  std::uint32_t generation = 0;  // of `record`; messages of an earlier one are not read
+  std::uint32_t generation = 0;  // of `record`; messages of an earlier one are ignored
   bool failed = false;
   bool closing = false;
-  std::optional<Wait> waiting;  // only the thread's
+  std::optional<Wait> waiting;  // used by the thread alone
   int wait_slot = 0;
 
   void work();

@@ -18,7 +18,7 @@ namespace {
 
 std::string in_quotes(std::string_view text) { return '"' + std::string(text) + '"'; }
 
-// As Python writes it.
+// An option as Python writes it.
 struct OptionText {
   std::string operator()(const std::optional<Dtype>& dtype) const {
     return dtype ? in_quotes(name(*dtype)) : "None";
@@ -35,7 +35,7 @@ struct OptionText {
   }
 };
 
-// A line for each: "reduce_dtype=\"bf16\"".
+// One line per option: "reduce_dtype=\"bf16\"".
 std::vector<std::string> option_lines(const ReducerOptions& options) {
   std::vector<std::string> lines;
   visit_fields(options, [&lines](const char* name, const auto& value) {
@@ -52,7 +52,7 @@ bool is_line(const std::string& text) {
   return !has_control && text.size() <= kMaxTextBytes && is_snapshot_text(text);
 }
 
-// What came instead of one.
+// The text of a size, for errors.
 std::string size_text(const std::string& text) {
   const bool is_long = text.size() > kMaxTextBytes;
   return std::to_string(text.size()) + " bytes" +

@@ -13,16 +13,16 @@ struct AgreedOptions {
   std::string snapshot_id;  // random, the same on every rank
 };
 
-// With a hop, and the default bucket_bytes of a mesh.
+// Fills in the default hop and the default bucket_bytes for that many ranks.
 [[nodiscard]] ReducerOptions with_defaults(ReducerOptions options, Device device, int rank_count);
 
-// Collective over the world. Options that are wrong on one rank are a UsageError there, and a
-// StepAbortedError naming it on the others; options that differ are a MismatchError on all.
+// Collective over the world. A rank whose options are wrong gets a UsageError, and the others a
+// StepAbortedError that names it. If options differ, every rank gets a MismatchError.
 [[nodiscard]] AgreedOptions agree_on_options(ReducerOptions options, Device device,
                                              Communicator& world);
 
-// UsageError for a ReplicaHop::describe() that does not travel in a line of text or cannot stand in
-// a snapshot.
+// UsageError for a ReplicaHop::describe() that does not fit into one line of a message or into a
+// snapshot.
 void check_description(const std::string& text);
 
 }  // namespace hsdp::reducer

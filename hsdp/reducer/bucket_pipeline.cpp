@@ -74,7 +74,7 @@ void BucketPipeline::launch(const Launch& launch) {
   send_delayed();
   const int group = setting_.layout.buckets()[static_cast<std::size_t>(launch.bucket)].group;
   if (launch.slot == kNoSlot && !completes && launch.plan->group(group).reduces()) {
-    // Without a hop; who reads the carry waits for the lanes alone.
+    // No hop runs, but readers of the carry wait for the lanes alone.
     setting_.outcome.guard(launch.plan->step, [&] { shard_lane_->stream().wait(launch.packed); });
   }
   if (!completes) return;
@@ -82,7 +82,7 @@ void BucketPipeline::launch(const Launch& launch) {
   delayed_ = launch;
 }
 
-// So that the shard hop of a bucket and the replica hop of the one before run beside each other.
+// A bucket's replica hop runs beside the next bucket's shard hop.
 void BucketPipeline::send_delayed() {
   const std::lock_guard lock(delayed_mutex_);
   if (const auto launch = std::exchange(delayed_, std::nullopt)) send_to_replica_hop(*launch);
@@ -96,7 +96,7 @@ void BucketPipeline::send_to_shard_hop(const Launch& launch) {
       if (launch.zeros) zero_slot(launch);
       shard_hop(launch);
     });
-    // After a failure a peer may still be reading the slot, and nothing is sent any more.
+    // After a failure a peer may still be reading the slot.
     if (launch.zeros || setting_.outcome.failed()) return;
     const Event free = shard_lane_->stream().record();
     setting_.outcome.guard(kNoStep, [&free] { free.throw_if_failed(); });
@@ -130,7 +130,7 @@ void BucketPipeline::send_to_replica_hop(const Launch& launch) {
 
 void BucketPipeline::zero_slot(const Launch& launch) {
   const TensorView slot = setting_.memory.staging(launch.slot, launch.bucket);
-  kernels::CastAndPack args;  // of no gradient
+  kernels::CastAndPack args;  // without a gradient: zeros
   args.count = slot.count;
   args.out = slot.data;
   args.out_dtype = slot.dtype;
@@ -186,7 +186,7 @@ Event BucketPipeline::replica_hop(const Launch& launch) {
   return reduced;
 }
 
-// Joins an earlier total, divides at the step's end, where the hops have not done so.
+// Adds an earlier total. At the step's end divides, unless the hops have done so.
 void BucketPipeline::after_hops(const Launch& launch) {
   using Rest = BucketArithmetic::Rest;
   const BucketArithmetic& arithmetic = launch.arithmetic;
@@ -222,7 +222,7 @@ void BucketPipeline::divide(int bucket, double divisor, const MicrobatchPlan& pl
   kernels::scale_and_cast(args, stream);
 }
 
-// What all ranks have counted is known with their words, which are here.
+// Takes what all ranks have counted from their words.
 void BucketPipeline::count(const MicrobatchPlan& plan, const Words& words) {
   StepResult& result = *plan.result;
   const auto replica = static_cast<std::size_t>(setting_.groups.replica());
@@ -238,7 +238,7 @@ void BucketPipeline::count(const MicrobatchPlan& plan, const Words& words) {
   }
 }
 
-// After both lanes' buckets. Also what a dropped step has left: it still writes to the carry.
+// Runs after both lanes' buckets, also for a dropped step, whose hops still write to the carry.
 void BucketPipeline::finish_hops() {
   if (unfinished_.empty()) return;
   while (!unfinished_.empty()) {
@@ -275,7 +275,7 @@ void BucketPipeline::end(const Ending& ending) {
     finish_hops();
     setting_.outcome.guard(step, [&] { run_end(ending); });
   };
-  // After all buckets: of several Reducers the others' buckets come first.
+  // After all buckets, also those of other Reducers.
   const bool ends_step = ending.plan->ends_step();
   shard_lane_->issue({.run = end_it, .step = step, .may_drop = true, .ends_step = ends_step});
 }
@@ -294,7 +294,7 @@ void BucketPipeline::end_drop(const Ending& ending) {
   });
 }
 
-// By the counts of the rank that has most, as the others do.
+// With the largest counts of any rank, as on the other ranks.
 void BucketPipeline::send_zeros(const Words& words, const MicrobatchPlan& dropped) {
   const std::optional<StatusWord> sent = words.sent();
   if (!sent) return;
@@ -343,8 +343,7 @@ void BucketPipeline::run_end(const Ending& ending) {
     if (checks(ending)) {
       setting_.check->take(shard_lane_->stream());
     } else if (!on_host() && plan.ends_step()) {
-      // On a GPU the result stands before the device has computed it: streams wait for it, not
-      // hosts.
+      // On a GPU streams wait for the result, not hosts: it is valid before it is computed.
       plan.result->progress = StepResult::Progress::kAgreed;
     }
     run_when_done([this, ending, calls = calls_of(setting_.groups, setting_.hop_owner),
@@ -359,8 +358,7 @@ void BucketPipeline::run_end(const Ending& ending) {
   collector_->notify();
 }
 
-// When the device is done, at the step's end: tells the others whether this rank met a non-finite
-// value, and hears theirs.
+// At the step's end, when the device is done: exchanges whether a rank met a non-finite value.
 void BucketPipeline::settle(const Ending& ending, const std::string& calls) {
   const std::int64_t step = ending.plan->step;
   if (ending.discards_step) {

@@ -1,11 +1,10 @@
-// Sends packed buckets through the hops: reduce-scatter into the carry on the shard stream, the
-// replica hop on the replica stream, in launch order on every rank.
+// Sends packed buckets through the hops, in launch order on every rank: the shard lane
+// reduce-scatters into the carry, the replica lane runs the replica hop. Then ends the step: judges
+// the words, asks for the non-finite bit, tells the hop.
 //
-// Then ends the step: judges the words, asks for the non-finite bit, tells the hop.
-//
-// launch() and the other enqueueing calls never block. Errors of tasks go to the Outcome; tasks of
-// a dropped or failed step do nothing but free their staging slot.
-// [Note: hops on a GPU]: there both lanes have one thread, and enqueue on two device streams.
+// Calls that only enqueue never block. Errors of tasks go to the Outcome; tasks of a dropped or
+// failed step only free their staging slot. On a GPU one thread serves both lanes and enqueues on
+// two device streams [Note: hops on a GPU].
 #pragma once
 
 #include <atomic>
@@ -37,7 +36,7 @@ class Collector;
 
 class BucketPipeline {
  public:
-  // What it works on. What it refers to outlives it.
+  // All that it refers to outlives the pipeline.
   struct Setting {
     const BucketLayout& layout;
     GradientMemory& memory;
@@ -53,54 +52,54 @@ class BucketPipeline {
     ReplicaCheck* check = nullptr;  // null: nothing is compared
   };
   explicit BucketPipeline(Setting setting);
-  // Who packs the slots; outlives the tasks.
+  // The Collector packs the slots and outlives the tasks.
   void set_collector(Collector& collector) { collector_ = &collector; }
   ~BucketPipeline() { drain(); }
   BucketPipeline(const BucketPipeline&) = delete;
   BucketPipeline& operator=(const BucketPipeline&) = delete;
 
   using Plan = std::shared_ptr<const MicrobatchPlan>;
-  // `packed`: the bucket's row in that slot, or its carry, is complete. `phase`: of the Issuer,
-  // when its last gradient came.
+  // `packed` completes when the bucket's row in that slot, or its carry, is complete. `phase`: the
+  // Issuer's phase() when the bucket's last gradient came.
   void launch(int number, int slot, const Plan& plan, const Event& packed, std::int64_t phase);
-  // What this rank still owes its peers of a bucket when it has dropped the step: the same hops, on
-  // zeros. After `packed`, when nobody packs any more.
+  // For a bucket that peers still wait for after this rank dropped the step: runs the same hops on
+  // zeros, after `packed`, when no thread packs any more.
   void launch_zeros(int number, const Plan& plan, const Event& packed);
 
-  // How a microbatch, finish or discard ends on every rank, after its buckets.
+  // What ends a microbatch, finish or discard on every rank, after its buckets.
   struct Ending {
-    std::int64_t word = 0;  // of the StepAgreement
+    std::int64_t word = 0;  // its number in the StepAgreement
     Plan plan;
     bool discards_step = false;
-    std::optional<Words> words{};  // where they are known already
+    std::optional<Words> words{};  // if they are known already
   };
   void end(const Ending& ending);
-  // The end of a step that this rank dropped while it sent nothing: a thread of its own finds out
-  // from the words what the others send, and sends zeros for that. The plan says which step it is.
+  // Ends a step that this rank dropped while it sent nothing: a separate thread learns from the
+  // words what the others send, and sends zeros for it. The plan says which step it is.
   void end_drop(const Ending& ending);
 
-  // What waits for the next bucket to be launched does so no longer.
+  // Sends the bucket that waits for the next launch.
   void send_delayed();
   // Orders later buckets after the replica hops launched so far.
   void join_lanes();
-  // Lane::run() after everything launched so far: for what reads or changes a result.
+  // Lane::run() after everything launched so far, for tasks that read or change a result.
   Event run(const Lane::Work& work, std::function<void(Stream&)> task);
 
-  // Block until the host's part of everything launched is done; wait_ended(): and of the ends of
-  // steps, for which a device has to be done.
+  // Block until the host's part of everything launched is done. wait_ended() also waits for the
+  // ends of steps, and so for the device.
   void wait_launched();
   void wait_ended();
   // After wait_launched(): completes when the device's part is done, too.
   [[nodiscard]] Event done();
   // Blocks until everything is done.
   void wait_idle();
-  // Everything is over when it returns, also on the device, whatever went wrong.
+  // Blocks until everything is over, on the device too, even after errors.
   void drain() noexcept;
-  // Keeps a GPU's `memory` until it has done what was enqueued so far; from a task.
+  // Called by a task: keeps `memory` until the GPU has done what was enqueued so far.
   void hold(std::shared_ptr<const void> memory);
 
   [[nodiscard]] std::int64_t replica_hop_count() const { return replica_hop_count_; }
-  // Of this rank's own rows, which a GPU sums where they lie.
+  // On a GPU: bytes of this rank's rows that did not lie on 16.
   [[nodiscard]] std::int64_t misaligned_bytes() const { return misaligned_bytes_; }
 
  private:
@@ -127,16 +126,15 @@ class BucketPipeline {
   void run_end(const Ending& ending);
   void settle(const Ending& ending, const std::string& calls);
   void send_zeros(const Words& words, const MicrobatchPlan& dropped);
-  // Runs `task` once the device has done what was enqueued so far. On a GPU that is on the watcher,
-  // and nobody waits; on the host it is now. Not skipped when the step is dropped meanwhile: peers
-  // may count on it.
+  // Runs `task` once the device has done what was enqueued so far: on a GPU on the watcher, on the
+  // host at once. Runs it even if the step is dropped meanwhile, as peers may wait for it.
   void run_when_done(std::function<void()> task);
   void watch(std::function<void()> task);
   void send_to_shard_hop(const Launch& launch);
   void send_to_replica_hop(const Launch& launch);
   void wait(const Event& event) { setting_.groups.world.wait(event); }
   void await(const Event& event) const;  // on the caller's thread
-  // Of work that was enqueued the device has the rest.
+  // What a hop's operation has come to when its task returns.
   [[nodiscard]] OperationState ended() const {
     return on_host() ? OperationState::kDone : OperationState::kIssued;
   }
@@ -153,21 +151,21 @@ class BucketPipeline {
   std::atomic<std::int64_t> replica_hop_count_{0};
   std::atomic<std::int64_t> misaligned_bytes_{0};
   std::shared_ptr<Lane> shard_lane_;
-  std::shared_ptr<Lane> replica_lane_;  // the same where there is one hop only
-  // Whose replica hop goes on after its reduce() has returned: the replica lane's tasks add, the
-  // microbatch's end takes, after them.
+  std::shared_ptr<Lane> replica_lane_;  // the shard lane if there is only one hop
+  // Buckets whose replica hop goes on after reduce() has returned. The replica lane's tasks add
+  // them; the microbatch's end takes them.
   struct Unfinished {
     Launch launch;
     Event reduced;
     Operation operation;
   };
   std::deque<Unfinished> unfinished_;
-  // On a GPU: the microbatch's, to be asked for their errors once the device is done.
+  // On a GPU: the microbatch's events, whose errors are read once the device is done.
   std::vector<Event> late_;
   // On a GPU: the bucket whose replica hop comes after the next one's shard hop.
   std::mutex delayed_mutex_;
   std::optional<Launch> delayed_;
-  Stream watcher_;        // waits for a GPU and for the words of a drop, so that no task has to
+  Stream watcher_;        // waits in place of tasks: for a GPU, and for the words of a drop
   Flag zeros_nonfinite_;  // of the hops on zeros
   InFlight in_flight_;
 };

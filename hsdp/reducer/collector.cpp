@@ -57,7 +57,7 @@ BucketRun Collector::buckets_of(int parameter) const {
   return layout_.buckets_of(parameter);
 }
 
-// True when a fresh gradient of that parameter is added locally instead of being packed.
+// Whether a fresh gradient of that parameter is added to a local sum instead of being packed.
 bool Collector::accumulates(int parameter) const {
   return group_of(parameter).sync == Sync::kNone || plan_->intake.adds;
 }
@@ -127,7 +127,7 @@ bool Collector::arrive(int parameter, StridedView gradient, GradientOwner owner,
   }
   add_locally(lock, parameter, gradient, std::move(owner), valid);
   if (open_) {
-    // Another thread may have counted its gradient and not have added it yet.
+    // Another thread may have counted its gradient without having added it yet.
     const bool is_complete = ++added_[p] == most;
     const bool sends = group_of(parameter).sync != Sync::kNone && !plan_->packs_late;
     if (is_complete && sends) accept_sum(lock, parameter, false);
@@ -136,12 +136,12 @@ bool Collector::arrive(int parameter, StridedView gradient, GradientOwner owner,
   return true;
 }
 
-// Called by a thread that would give the gradients, while it waits for another lane.
+// Called by a thread that hands gradients over, while it waits for another lane.
 void Collector::give_next() {
   const PackStreams::Farewell farewell(packs_);
   Lock lock(mutex_);
   pack_ready(lock);
-  // What is packed late is sent by all ranks after this one's microbatch has ended.
+  // Late packs are sent after this rank's microbatch has ended.
   if (!open_ || plan_->packs_late) return;
   if (next_launch_ == order_.size()) return pipeline_.send_delayed();
   const int bucket = order_[next_launch_];
@@ -235,7 +235,7 @@ void Collector::run(Lock& lock, const Pack& pack) {
   if (is_watched) profiler::pop();
   operations_.add(OperationKind::kPack, Operations::now_s() - begin_s);
   if (error && !unlocks) lock.unlock();
-  // Told after the handler, when this thread holds no share of the exception any more.
+  // After the handler: this thread must not hold a reference to the exception any more.
   const bool is_failure = error && !outcome_.note_fault(error);
   if (is_failure) outcome_.fail(std::move(error));
   if (!lock.owns_lock()) lock.lock();
@@ -250,7 +250,7 @@ void Collector::launch_packs(Lock& lock, int place, bool nothing_to_come) {
   run(lock, [&] { packs_.launch(place); });
 }
 
-// Packs what can be packed of a parameter whose contribution stands in kept_, keeps the rest.
+// Packs the pieces of a parameter in kept_ whose buckets have slots, and keeps the rest.
 void Collector::accept(Lock& lock, int parameter) {
   const auto p = static_cast<std::size_t>(parameter);
   Kept& kept = kept_[p];
@@ -263,7 +263,7 @@ void Collector::accept(Lock& lock, int parameter) {
   kept.unpacked_pieces = buckets.count();
   if (buckets.count() == 0) kept = {};  // no elements: nothing to keep
   if (!has_shard_hop_) {
-    Kept whole = std::move(kept);  // nobody asks for a piece of it later
+    Kept whole = std::move(kept);  // no piece of it is packed later
     const Contribution contribution = contribution_of(parameter, whole);
     const bool adds = buckets.count() > 0 && plan_->arithmetic(layout_, buckets.first).adds_carry;
     run(lock, [&] {
@@ -297,7 +297,7 @@ void Collector::end_pack(BucketState& state, OperationState how) {
   state.operation.reset();
 }
 
-// A result of one rank is one run of its carry; cut over the replicas, it lies in buckets.
+// A parameter is one run of the carry, or several if results are cut over the replicas.
 void Collector::add_to_carries(int parameter, const Contribution& contribution, bool adds) {
   kernels::PackQueue& queue = packs_.queue(kNoSlot);
   if (layout_.shard_size() == 1) {
@@ -309,11 +309,11 @@ void Collector::add_to_carries(int parameter, const Contribution& contribution, 
   }
 }
 
-// It is read while the cache still holds it, and its memory is free for the next gradient.
+// The gradient is still in the cache now, and its memory becomes free for the next one.
 void Collector::add_what_waits(Lock& lock, int parameter) {
   const auto p = static_cast<std::size_t>(parameter);
   if (accumulated_[p] == 0 || kept_[p].gradient.data == nullptr) return;
-  // A pack rounds the sum of both, once.
+  // A narrower local sum would round here, and once more in the pack.
   const Dtype sums = memory_.accumulator(parameter).dtype;
   if (sums != sum_dtype(sums)) return;
   bool waits = false;
@@ -351,7 +351,7 @@ void Collector::pack_pieces(Lock& lock, int parameter) {
   for (const Piece& piece : now) pack(lock, piece);
 }
 
-// A stream may have much more work by the time there is a slot.
+// By the time there is a slot, the stream may have much more work.
 void Collector::fix_valid(Lock& lock, const BucketState& state) {
   if (packs_.on_host()) return;
   not_captured_.reset();
@@ -379,7 +379,7 @@ void Collector::retain(Kept& kept) {
   peak_retained_bytes_ = std::max(peak_retained_bytes_, retained_bytes_);
 }
 
-// `kept` is the caller's own: drop() may clear what is in kept_ while a pack is under way.
+// `kept` is a copy of the caller: drop() may clear kept_ during a pack.
 Contribution Collector::contribution_of(int parameter, const Kept& kept) const {
   const auto p = static_cast<std::size_t>(parameter);
   Contribution contribution;
@@ -409,7 +409,7 @@ void Collector::pack(Lock& lock, Piece piece) {
       pack_segment(contribution, *i, exponent, staging, packs_.queue(slot));
     }
     packs_.hold(slot, std::move(own.owner));
-    if (!packs_.on_host()) state.slot_free = {};  // its stream has waited, for all that come
+    if (!packs_.on_host()) state.slot_free = {};  // its stream has waited once and for all
   });
   piece_packed(lock, piece);
   launch_complete(lock);
@@ -434,7 +434,7 @@ void Collector::assign_slots() {
     std::tie(state.slot, state.slot_free) = free_slots_.back();
     free_slots_.pop_back();
     segments_[static_cast<std::size_t>(state.slot)] = layout_.segments(number);
-    // No earlier: while a hop hangs, the rest of a backward pass would fill the record.
+    // Not earlier: while a hop hangs, the rest of a backward pass would fill the record.
     if (!state.waiting.empty()) begin_pack(number);
     for (const int parameter : state.waiting) ready_.push_back({parameter, number});
     state.waiting.clear();
@@ -460,7 +460,7 @@ void Collector::launch_complete(Lock& lock) {
     end_pack(state, packs_.on_host() ? OperationState::kDone : OperationState::kIssued);
     pipeline_.launch(number, reduces ? state.slot : kNoSlot, plan_, packed, state.phase);
   }
-  if (fault) {  // at last, as it may unlock
+  if (fault) {  // last, as it may unlock
     run(lock, [&] { std::rethrow_exception(std::exchange(fault, nullptr)); });
   }
 }
@@ -477,7 +477,7 @@ void Collector::slot_free(int slot, const Event& free) {
 
 void Collector::piece_packed(Lock& lock, Piece piece) {
   BucketState& state = states_[static_cast<std::size_t>(piece.bucket)];
-  // Before anybody is told that all is packed.
+  // Before any thread learns that all is packed.
   if (open_) launch_packs(lock, state.slot, state.unpacked == 1);
   if (!open_) return;  // dropped while the pack was in flight
   --state.unpacked;
@@ -586,7 +586,7 @@ void Collector::pack_until(const std::function<bool()>& done) {
   const PackStreams::Farewell farewell(packs_);
   Lock lock(mutex_);
   const WaiterScope waiter(done_, done);
-  std::optional<std::int64_t> operation;  // one, however often it packs in between
+  std::optional<std::int64_t> operation;  // one for all waits of this call
   while (true) {
     pack_ready(lock);
     if (done()) break;
@@ -603,7 +603,7 @@ void Collector::pack_until(const std::function<bool()>& done) {
   if (operation) operations_.end(*operation, OperationState::kDone);
 }
 
-// To other lanes, while this thread waits for its buckets.
+// Gives tasks to other lanes, while this thread waits for its buckets.
 void Collector::give_first(Lock& lock, const Done& done) {
   const std::function<void()> give = issuer_->needed_first();
   if (!give || done()) return;
@@ -616,7 +616,7 @@ bool Collector::leaves_packing_to_caller() const {
   return pack_order_ == PackOrder::kAhead && done_ != nullptr && reducing_ > 0;
 }
 
-// A waiter that is woken for nothing costs its core, and this thread the lock.
+// Waking the waiter in vain would cost a core, and this thread the lock.
 void Collector::wake_waiter() {
   const bool for_done = done_ != nullptr && (*done_)();
   const bool for_help = leaves_packing_to_caller() && !ready_.empty();
@@ -667,7 +667,7 @@ std::vector<int> Collector::drop() {
   for (const Kept& one : kept) retained_bytes_ -= one.bytes;
   next_slot_ = next_launch_ = order_.size();
   lock.unlock();
-  packs_.wait_idle();  // may read what is let go of after it
+  packs_.wait_idle();  // packs may read the gradients that are released next
   return unsent;
 }
 

@@ -1,12 +1,11 @@
-// Collects the gradients of one microbatch: packs each as soon as there is room, adds it to its
-// local sum or keeps a reference where there is none, and hands complete buckets on in layout
-// order.
+// Collects the gradients of one microbatch. Packs each one if its bucket has a slot; otherwise adds
+// it to its local sum or keeps a reference. Launches complete buckets in layout order.
 //
 // arrive() may be called from any thread and never waits [Note: readiness never waits]. Every
-// bucket is handed on, also one without gradients [Note: every bucket, every time]. On CUDA
-// "packed" means enqueued on a stream of PackStreams; events tell the pipeline and the caller when
-// it is done. slot_free() is called by the pipeline's thread and packs what was kept for the next
-// bucket. The other calls come from one thread at a time.
+// bucket is launched, even one without gradients [Note: every bucket, every time]. On CUDA "packed"
+// means enqueued on a stream of PackStreams; events tell the pipeline and the caller when it is
+// done. The pipeline's thread calls slot_free(), which packs what was kept for the next bucket. The
+// other calls come from one thread at a time.
 #pragma once
 
 #include <array>
@@ -35,7 +34,7 @@ namespace hsdp::reducer {
 
 class Collector {
  public:
-  // What it works on; all of it outlives the Collector.
+  // All of it outlives the Collector.
   struct Setting {
     const ParameterTable& parameters;
     const BucketLayout& layout;
@@ -58,8 +57,8 @@ class Collector {
   // Opens a microbatch.
   void begin(std::shared_ptr<const MicrobatchPlan> plan);
 
-  // False when that parameter has all the gradients that it may get; nothing changed then, nor
-  // where it throws. UsageError when it was sent as a hole [Note: recorded turns].
+  // False if that parameter already has all the gradients it may get. UsageError if it was sent as
+  // a hole [Note: recorded turns]. In both cases nothing changes.
   [[nodiscard]] bool arrive(int parameter, StridedView gradient, GradientOwner owner,
                             const ValidAfter& valid);
 
@@ -68,40 +67,41 @@ class Collector {
   // By parameter, '1' where a gradient came in a microbatch of this step, else '0'.
   [[nodiscard]] std::string present() const;
   [[nodiscard]] bool is_present(int parameter) const;
-  // By group, the most gradients that one of its parameters got in this microbatch; at least 1.
+  // Per group, the largest number of gradients of one parameter in this microbatch; at least 1.
   [[nodiscard]] std::vector<std::int64_t> backward_counts(int group_count) const;
-  // The open microbatch's plan with other counts, before anything is packed by them.
+  // Replaces the open microbatch's plan by one with other counts, before anything is packed.
   void set_counts_of(std::shared_ptr<const MicrobatchPlan> plan);
-  // Counts parameters without a gradient as zeros, and packs what was not to be packed before:
-  // local sums, and gradients that waited for the words.
+  // Counts parameters without a gradient as zeros, and packs what had to wait for the end: local
+  // sums, and gradients that need the words first.
   void fill_holes();
-  // Packs what was kept until `done`, which is called with the lock held and looked at after every
-  // change; notify() makes it look again.
+  // Packs what was kept, until `done` is true. Calls `done` with the lock held, after every change
+  // and every notify().
   void pack_until(const std::function<bool()>& done);
   [[nodiscard]] bool all_packed() const { return unpacked_ == 0; }  // for `done`
   // From begin() to end() or drop().
   [[nodiscard]] bool is_open() const;
-  // Closes the microbatch: the local sums that were sent are spent.
+  // Closes the microbatch, and forgets the local sums that were sent.
   void end();
-  // Closes the microbatch without the rest: lets go of what was kept, and waits for packs in
-  // flight, as the gradients' memory may be dying. The buckets that were not launched, in order.
-  // Nothing where none is open.
+  // Closes the microbatch early: releases what was kept, and waits for packs in flight, as the
+  // gradients' memory may be about to go. Returns the buckets that were not launched, in order.
+  // Does nothing if no microbatch is open.
   [[nodiscard]] std::vector<int> drop();
-  // Forgets local sums (the step was dropped).
+  // Forgets local sums.
   void clear_accumulators();
 
   void slot_free(int slot, const Event& free);
-  // Completes when every gradient so far was read. What goes wrong is a fault of the microbatch, or
-  // the world's end, and thrown.
+  // Completes when every gradient so far has been read. Throws an error of a pack, which is also a
+  // fault of the microbatch or the world's end.
   [[nodiscard]] Event packed();
-  // Lets go of gradients that the GPU reads before `packs`, events of record_packs(). Waits.
+  // Waits for `packs`, events of record_packs(), and releases the gradients that the GPU reads
+  // before them.
   void let_go_of_read(const std::vector<Event>& packs) { packs_.reap_after(packs); }
   [[nodiscard]] std::vector<Event> record_packs();
   // Packs of the next microbatch come after `event`.
   void wait_for(const Event& event);
-  // Between microbatches. Blocks until the device has packed and added everything so far.
+  // Between microbatches: blocks until the device has packed and added everything so far.
   void wait_idle() { packs_.wait_idle(); }
-  // That parameter's local sum, valid after packed(). None: nothing was added.
+  // That parameter's local sum, valid after packed(); none if nothing was added.
   [[nodiscard]] std::optional<TensorView> local_sum(int parameter) const;
   void notify();
   [[nodiscard]] std::shared_ptr<IssueOrder::Issuer> issuer() const { return issuer_; }
@@ -123,17 +123,18 @@ class Collector {
     int slot = -1;
     Event slot_free;
     int unpacked = 0;
-    std::int64_t phase = -1;                  // of the issuer, when the last gradient came
-    std::optional<std::int64_t> operation{};  // its pack, which has begun
+    std::int64_t phase = -1;                  // the issuer's, when the last gradient came
+    std::optional<std::int64_t> operation{};  // its pack, if that has begun
     std::vector<int> waiting;                 // parameters that arrived before the slot did
   };
-  // One parameter in one bucket.
-  struct CarryRun {  // elements of a parameter that lie side by side in a bucket's carry
+  // Elements of a parameter that lie side by side in a bucket's carry.
+  struct CarryRun {
     int bucket = 0;
     std::int64_t flat_offset = 0;
     std::int64_t bucket_offset = 0;
     std::int64_t count = 0;
   };
+  // One parameter in one bucket.
   struct Piece {
     int parameter = 0;
     int bucket = 0;
@@ -141,7 +142,7 @@ class Collector {
 
   using Lock = std::unique_lock<std::mutex>;
   using Done = std::function<bool()>;
-  // Holds what pack_until() waits for, with the lock held at both ends.
+  // While it lives, pack_until() waits for `done`. Made and destroyed with the lock held.
   class WaiterScope {
    public:
     WaiterScope(const Done*& place, const Done& done) : place_(place) { place_ = &done; }
@@ -152,7 +153,7 @@ class Collector {
    private:
     const Done*& place_;
   };
-  // Gives the issuer its next task now: what has no gradient yet is a hole, or a fault.
+  // Launches the next bucket now: a parameter without a gradient becomes a hole, or a fault.
   void give_next();
   void require_not_sent(int parameter) const;
   void give_first(Lock& lock, const Done& done);
@@ -163,27 +164,26 @@ class Collector {
   void accept(Lock& lock, int parameter);
   void begin_pack(int bucket);
   void end_pack(BucketState& state, OperationState how);
-  // Its local sum, or nothing, is all there is.
+  // Accepts a parameter of which there is only a local sum, or nothing.
   void accept_sum(Lock& lock, int parameter, bool hole);
-  // UsageError while the stream is captured into a CUDA graph. Asked once a bucket: what is
-  // recorded there for a launch asks again.
+  // UsageError while the stream is captured into a CUDA graph. Asks once per launch.
   void require_no_capture(const ValidAfter& valid);
-  // Counts it as a gradient that is kept by reference.
+  // Counts its bytes as kept by reference.
   void retain(Kept& kept);
-  // Runs `pack`, on the host without the lock: it is long there. An error is a fault of the open
-  // microbatch, or ends the world when this rank has told the others that all is well.
+  // Runs `pack`, on the host without the lock, as it takes long there. An error is a fault of the
+  // open microbatch, or ends the world if this rank has already said that all is well.
   template <typename Pack>
   void run(Lock& lock, const Pack& pack);
-  // On a GPU packs what is queued in that place, when nothing is to come or there is enough.
+  // On a GPU: launches the packs queued at that place, if there are enough or none will follow.
   void launch_packs(Lock& lock, int place, bool nothing_to_come);
-  // A bucket without a slot that has all its gradients waits for no later work of their streams.
+  // A bucket that has all its gradients but no slot: fixes what its pack will wait for.
   void fix_valid(Lock& lock, const BucketState& state);
   void accumulate(int parameter, const Contribution& contribution);
   void add_to_carries(int parameter, const Contribution& contribution, bool adds);
-  // A fresh gradient, without the lock.
+  // Adds a fresh gradient to its local sum, without the lock.
   void add_locally(Lock& lock, int parameter, const StridedView& gradient, GradientOwner owner,
                    const ValidAfter& valid);
-  // A gradient that waits for a slot joins its local sum, where that gives the same bits.
+  // Adds a gradient that waits for a slot to its local sum, if that gives the same bits.
   void add_what_waits(Lock& lock, int parameter);
   void pack_pieces(Lock& lock, int parameter);
   void pack_ready(Lock& lock);
@@ -210,33 +210,33 @@ class Collector {
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;
-  const Done* done_ = nullptr;  // of the thread in pack_until()
+  const Done* done_ = nullptr;  // what the thread in pack_until() waits for
   bool awaits_quiet_ = false;
-  std::mutex repeats_mutex_;  // of several gradients: two threads may add to one accumulator
+  std::mutex repeats_mutex_;  // if threads may add several gradients to one accumulator
   bool open_ = false;
   std::shared_ptr<void> issuer_open_;  // while open_
   std::shared_ptr<const MicrobatchPlan> plan_;
+  // By parameter.
   std::vector<std::int64_t> arrived_;  // gradients in this microbatch
-  std::vector<std::int64_t> added_;    // those of them that are in the local sum
+  std::vector<std::int64_t> added_;    // how many of those are in the local sum
   std::string present_;                // in this step
-  std::vector<char> accepted_;         // it will be packed, or is
-  std::vector<char> early_holes_;      // by give_next()
+  std::vector<char> accepted_;         // it is packed, or will be
+  std::vector<char> early_holes_;      // made by give_next()
   std::vector<char> accumulated_;
   std::vector<Kept> kept_;
   std::vector<BucketState> states_;
-  // By parameter, where a result of one shard rank is cut over the replicas.
-  std::vector<std::vector<CarryRun>> carry_runs_;
-  std::vector<int> order_;  // the buckets of this microbatch
+  std::vector<std::vector<CarryRun>> carry_runs_;  // if a shard group of one cuts its result
+  std::vector<int> order_;                         // the buckets of this microbatch
   std::size_t next_slot_ = 0;
   std::size_t next_launch_ = 0;
   std::deque<Piece> ready_;
-  // What lies where in the buckets that have a slot, [slot].
+  // Segments of the buckets that have a slot, [slot].
   std::array<std::vector<BucketSegment>, kStagingSlots> segments_;
   std::shared_ptr<IssueOrder::Issuer> issuer_;     // on a GPU
-  std::thread::id last_giver_;                     // that it knows
-  std::vector<std::pair<int, Event>> free_slots_;  // and after what they may be packed again
+  std::thread::id last_giver_;                     // the thread that it was told of last
+  std::vector<std::pair<int, Event>> free_slots_;  // each with the event after which to pack it
   std::int64_t unpacked_ = 0;
-  std::optional<Stream> not_captured_;  // the last that was asked, since the last launch
+  std::optional<Stream> not_captured_;  // the last one asked since the last launch
   int in_flight_ = 0;                   // packs
   int reducing_ = 0;                    // buckets launched with a slot that is not free yet
   std::int64_t retained_bytes_ = 0;

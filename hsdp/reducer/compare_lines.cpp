@@ -12,7 +12,7 @@ std::uint64_t digest_of(std::string_view text) {
   return hash;
 }
 
-// On every rank the same first rank that differs from rank 0, none when all agree.
+// The first rank that differs from rank 0, the same on every rank; none if all agree.
 std::optional<int> first_difference(const std::vector<std::string>& all) {
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r] != all.front()) return static_cast<int>(r);

@@ -1,5 +1,5 @@
-// Whether all ranks describe the same thing, a line for each of its parts: registered parameters,
-// the modules of a model, options.
+// Compares descriptions between ranks line by line: registered parameters, the modules of a model,
+// options.
 #pragma once
 
 #include <cstddef>
@@ -13,20 +13,20 @@
 
 namespace hsdp::reducer {
 
-// Tells different lines apart, and is the same in every build.
+// A digest of the lines, the same in every build.
 [[nodiscard]] std::uint64_t digest_of(const std::vector<std::string>& lines);
 
 struct LineDifference {
   std::size_t line = 0;
-  std::string expected;   // on rank 0; "nothing more" where there it has ended
-  std::string got;        // on `rank`, the first that differs from rank 0
-  int rank = 0;           // in the world
-  bool is_empty = false;  // that rank has no lines at all; the others have
+  std::string expected;   // on rank 0; "nothing more" after its last line
+  std::string got;        // on `rank`
+  int rank = 0;           // in the world: the first that differs from rank 0
+  bool is_empty = false;  // only that rank has no lines at all
 };
 
-// Collective; the same answer on every rank, nothing when all agree. Digests travel first; of the
-// lines only the first that differs does. `what` says what they are, as "compare its options":
-// MismatchError where other ranks are about to do something else.
+// Collective. The same answer on every rank; none if all agree. Digests travel first, then only the
+// first line that differs. `what` names the comparison, as in "compare its options"; MismatchError
+// if another rank is about to do something else.
 [[nodiscard]] std::optional<LineDifference> compare_lines(Communicator& world,
                                                           const std::vector<std::string>& lines,
                                                           std::string_view what);

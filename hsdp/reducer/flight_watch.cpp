@@ -25,7 +25,7 @@
 namespace hsdp {
 namespace {
 
-// All that a signal handler may do: raise a flag and the semaphore.
+// Set by the signal handler, which may do no more.
 sem_t something_to_write;
 std::atomic<bool> was_signalled{false};
 static_assert(std::atomic<bool>::is_always_lock_free);
@@ -37,7 +37,7 @@ extern "C" void ask_for_flight_record(int /*signal*/) {
   errno = error;
 }
 
-// A handler of the application's stays.
+// Leaves a handler of the application in place.
 void listen_to_signal() {
   struct sigaction now {};
   if (::sigaction(SIGUSR1, nullptr, &now) != 0 || now.sa_handler != SIG_DFL) return;
@@ -55,7 +55,7 @@ class FlightWatch {
     on_failure_ = control().on_failure([] { ::sem_post(&something_to_write); });
   }
   [[nodiscard]] comm::Control& control() const { return origin_.world.engine()->control(); }
-  // Once, when the world has ended.
+  // True once, when the world has ended.
   [[nodiscard]] bool take_failed() const {
     return control().failed() && !std::exchange(has_failed_, true);
   }
@@ -63,7 +63,7 @@ class FlightWatch {
   void write(const std::filesystem::path& folder, const char* reason) const {
     try {
       write_flight_record(origin_, folder, reason);
-    } catch (const std::exception& error) {  // nobody to throw it to
+    } catch (const std::exception& error) {  // no caller to throw it to
       std::fprintf(stderr, "hsdp: %s\n", error.what());
     }
   }
@@ -100,7 +100,7 @@ class FlightWriter {
     const std::unique_lock lock(mutex_, kPatience);
     if (lock) write_failed();
   }
-  // What another run left of this rank would be taken for this one's.
+  // A record that another run left of this rank would be taken for this run's.
   void add(const FlightWatch* watch) {
     const std::scoped_lock lock(mutex_);
     const bool is_first = std::ranges::none_of(
@@ -109,7 +109,7 @@ class FlightWriter {
     if (is_first) std::filesystem::remove(flight_path(folder_, watch->control().rank()), error);
     watches_.insert(watch);
   }
-  // Whether nobody uses it any more.
+  // Whether that was the last user.
   [[nodiscard]] bool remove(const FlightWatch* watch) {
     const std::unique_lock lock(mutex_, kPatience);
     if (!lock) return false;
@@ -119,7 +119,7 @@ class FlightWriter {
   }
 
  private:
-  // For a disk that does not answer.
+  // How long to wait for a disk that does not answer.
   static constexpr std::chrono::seconds kPatience{5};
 
   void work() {
@@ -134,7 +134,7 @@ class FlightWriter {
   void write_failed() {
     write_each("failure", [](const FlightWatch& watch) { return watch.take_failed(); });
   }
-  // Once for each world, of which there may be several watches.
+  // Once for each world, which may have several watches.
   template <typename Wanted>
   void write_each(const char* reason, const Wanted& wanted) {
     std::set<const comm::Control*> written;
@@ -151,7 +151,7 @@ class FlightWriter {
   std::thread thread_;
 };
 
-// Never destroyed: a signal or a late Reducer may still come. Its thread ends at exit.
+// Never destroyed, as a signal or a Reducer may come late. Its thread ends at exit.
 FlightWriter* flight_writer = nullptr;
 
 }  // namespace

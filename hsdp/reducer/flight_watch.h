@@ -1,9 +1,9 @@
-// Writes flight records by itself, where HSDP_FLIGHT_DIR names a folder: when a world ends with an
-// error, and on SIGUSR1. Without the variable nothing here does anything.
+// Writes flight records into the folder that HSDP_FLIGHT_DIR names, when a world ends with an error
+// and on SIGUSR1. Without the variable nothing here does anything.
 //
-// A thread of the process writes, so that the control connection does not wait for a disk. At the
-// process's exit, and where the last Reducer of a failed world goes, records are finished, unless
-// that takes more than some seconds.
+// A thread of the process writes, so that the control connection does not wait for a disk. The
+// process's exit, and the destruction of the last Reducer of a failed world, wait some seconds for
+// records to be finished.
 #pragma once
 
 #include <filesystem>
@@ -23,19 +23,19 @@ struct FlightOrigin {
   int shard = 1;
 };
 
-// As the public form; `reason`: why it is written.
+// As the public function; `reason` goes into the record.
 void write_flight_record(const FlightOrigin& origin, const std::filesystem::path& folder,
                          std::string_view reason);
 [[nodiscard]] std::filesystem::path flight_path(const std::filesystem::path& folder, int rank);
-// UsageError where it is none and cannot be made one.
+// UsageError if the path is no folder and none can be made there.
 void make_flight_folder(const std::filesystem::path& folder);
 
-// Makes the folder and starts the thread, once in a process. Throws what goes wrong.
+// Makes the folder and starts the thread, once in a process. Throws if either fails.
 void start_flight_writer();
 
 class FlightWatch;
-// Until the handle is dropped; what is still to be written then is written first. Null where no
-// thread was started.
+// Watches the mesh until the handle is released, which first writes what is due. Null if no thread
+// was started.
 [[nodiscard]] std::shared_ptr<const FlightWatch> watch_flight(const Mesh& mesh);
 
 }  // namespace hsdp

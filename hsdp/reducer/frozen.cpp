@@ -49,7 +49,7 @@ void compare_registrations(const ParameterTable& parameters, Communicator& world
                       ranks);
 }
 
-// Packing ahead needs a core for the thread that waits, beside those that reduce; a GPU does both.
+// Packing ahead needs a core for the waiting thread beside those that reduce. A GPU does both.
 PackOrder pack_order(Device device, int shard_size) {
   if (device.type != DeviceType::kHost) return PackOrder::kAhead;
   cpu_set_t cores;
@@ -111,7 +111,7 @@ Frozen::Frozen(const FrozenSetting& setting)
 Flag Frozen::step_flag() {
   for (const Flag& flag : flags_) {
     if (flag.use_count() > 1) continue;
-    std::atomic_thread_fence(std::memory_order_acquire);  // after whoever held it last
+    std::atomic_thread_fence(std::memory_order_acquire);  // after its last holder
     flag->store(0, std::memory_order_relaxed);
     return flag;
   }

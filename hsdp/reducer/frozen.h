@@ -1,5 +1,5 @@
-// What a Reducer has from its first microbatch on: buckets, memory, lanes. All ranks have it or
-// none [Note: all ranks or none].
+// What a Reducer makes before its first microbatch: buckets, memory, lanes [Note: all ranks or
+// none].
 #pragma once
 
 #include <array>
@@ -33,10 +33,10 @@ struct FrozenSetting {
 
 class Frozen {
  public:
-  // Collective over the world. What goes wrong on one rank is that rank's own error, and a
-  // StepAbortedError naming it on the others; all give back what they had and may try again.
+  // Collective over the world. If it fails on one rank, that rank throws its own error and the
+  // others a StepAbortedError that names it. All release what they had and may try again.
   explicit Frozen(const FrozenSetting& setting);
-  ~Frozen();  // after its tasks, whatever went wrong
+  ~Frozen();  // waits for its tasks, even after errors
   Frozen(const Frozen&) = delete;
   Frozen& operator=(const Frozen&) = delete;
 
@@ -46,14 +46,14 @@ class Frozen {
   [[nodiscard]] BucketPipeline& pipeline() { return *pipeline_; }
   [[nodiscard]] Collector& collector() { return *collector_; }
   [[nodiscard]] std::shared_ptr<IssueOrder::Issuer> issuer() const { return collector_->issuer(); }
-  // A zero flag for a step, of those that were taken with the rest: pinned memory may run out.
+  // A flag for a step, set to zero. All are allocated at the start, as pinned memory may run out.
   [[nodiscard]] Flag step_flag();
   [[nodiscard]] bool sends_f16() const { return sends_f16_; }  // on either hop
   [[nodiscard]] std::int64_t replica_hop_bytes() const { return hop_ ? hop_->wire_bytes() : 0; }
   [[nodiscard]] std::int64_t misaligned_bytes() const {
     return collector_->misaligned_bytes() + pipeline_->misaligned_bytes();
   }
-  // When all steps have ended; nothing is reduced any more.
+  // Frees the hop for another Reducer. Called when all steps have ended and no more will begin.
   void let_go_of_hop() {
     if (hop_) hop_->let_go();
   }
@@ -63,8 +63,8 @@ class Frozen {
   std::optional<GradientMemory> memory_;
   ScratchReserve scratch_;
   MemoryCount::Held scratch_held_;
-  std::array<Flag, 4> flags_;    // a step's, and those of steps before it that are read yet
-  std::optional<HopOwner> hop_;  // where there are several replicas
+  std::array<Flag, 4> flags_;    // of the step, and of earlier steps that may still be read
+  std::optional<HopOwner> hop_;  // if there are several replicas
   std::optional<ReplicaCheck> check_;
   std::optional<BucketPipeline> pipeline_;
   std::optional<Collector> collector_;

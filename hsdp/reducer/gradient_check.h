@@ -1,6 +1,5 @@
 // Finds this rank's mistakes with gradients: one that does not fit its parameter, one too many, or
-// none where there has to be one. Looks at nothing that changes, but for the Collector that it is
-// given.
+// a missing one. Local.
 #pragma once
 
 #include <string>
@@ -19,12 +18,12 @@ class GradientCheck {
                 const Groups& groups)
       : options_(options), parameters_(parameters), groups_(groups) {}
 
-  // UsageError for an unknown parameter, and for a gradient that cannot be one of it.
+  // UsageError for an unknown parameter, and for a gradient of another shape, dtype or device.
   void require_fits(int parameter, const StridedView& gradient) const;
   // The message about one too many. `window`: the open one, or null.
   [[nodiscard]] std::string too_many(int parameter, const WindowOptions* window) const;
-  // The message about gradients that are missing at the end of a microbatch, or that came although
-  // this rank has no batch. Empty: all is well.
+  // The message about gradients that are missing at the end of a microbatch, or that arrived
+  // although this rank has no batch. Empty if neither.
   [[nodiscard]] std::string missing(const Collector& collector, const MicrobatchPlan& plan,
                                     bool in_window) const;
 

@@ -30,8 +30,8 @@ GradientMemory::GradientMemory(const ParameterTable& parameters, const BucketLay
   if (parts_ > 1) place_carry(owner.shard_rank);
 }
 
-// In the order of the buckets, each on a cache line of its own. But a slice is one run: later
-// windows of a large parameter, or of whole ones, go on where the one before ends.
+// In the order of the buckets, each from a new cache line on. But slices are contiguous: a later
+// window of large or whole parameters begins where the previous one ends.
 void GradientMemory::place_rows(int slice_rank) {
   for (int b = 0; b < std::ssize(layout_.buckets()); ++b) {
     if (!layout_.goes_on(b)) result_bytes_ = next_aligned(result_bytes_, kAlignment);
@@ -52,7 +52,7 @@ void GradientMemory::place_rows(int slice_rank) {
   }
 }
 
-// All parts of this shard rank.
+// Places all parts of this shard rank.
 void GradientMemory::place_carry(int shard_rank) {
   carry_bytes_ = 0;
   for (int b = 0; b < std::ssize(layout_.buckets()); ++b) {
@@ -131,7 +131,7 @@ Dtype GradientMemory::sum_dtype(int parameter, AccumulateDtype dtype) const {
   return dtype == AccumulateDtype::kF32 ? hsdp::sum_dtype(own) : own;
 }
 
-// Where each begins, in bytes; and in the end where the last one ends.
+// Where each accumulator begins, in bytes, and where the last one ends.
 std::vector<std::int64_t> GradientMemory::accumulator_offsets(AccumulateDtype dtype) const {
   std::vector<std::int64_t> offsets{0};
   for (int p = 0; p < parameters_.size(); ++p) {
@@ -179,7 +179,7 @@ TensorView GradientMemory::accumulator(int parameter) const {
 void GradientMemory::release_accumulators() {
   accumulators_held_ = {};
   accumulators_ = {};
-  accumulator_offsets_.clear();  // there is no memory without them, nor the reverse
+  accumulator_offsets_.clear();  // either both exist, or neither
 }
 
 void GradientMemory::release() {

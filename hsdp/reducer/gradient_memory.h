@@ -1,10 +1,10 @@
-// The memory of one Reducer: carry in fp32, or in f64 of f64 gradients (also the result), mid-step
-// totals, two staging buckets and the full-size accumulators of sync = none. Sized once from the
-// layout; the rest on first need. Where results are sharded over the mesh, the result is a part of
-// the carry's size, in memory of its own.
+// The memory of one Reducer: the carry, which also is the result (fp32, or f64 for f64 gradients),
+// mid-step totals, two staging buckets, and the full-size accumulators of sync = none. Totals and
+// accumulators are allocated on first need. With results sharded over the mesh, the result is
+// smaller than the carry and has separate memory.
 //
 // The carry is allocated from the replicate group and staging from the shard group, so that peers
-// on the host read them directly. Not thread-safe, but for the views, which never move.
+// on the host read them directly. Not thread-safe, except for the views, which never move.
 #pragma once
 
 #include <array>
@@ -24,51 +24,50 @@ namespace hsdp::reducer {
 constexpr int kStagingSlots = 2;
 constexpr int kNoSlot = -1;  // of a bucket that is not staged
 
-// Ahead: the next bucket is packed while one is reduced, in two slots. In turn: it is packed after
-// that into the same slot, and reduced from the cache.
+// kAhead: the next bucket is packed while one is reduced, in two slots. kInTurn: it is packed after
+// that one, into the same slot, and reduced from the cache.
 enum class PackOrder : std::uint8_t { kAhead, kInTurn };
 
 inline int slot_count(PackOrder order) { return order == PackOrder::kAhead ? kStagingSlots : 1; }
 
 class GradientMemory {
  public:
-  // Takes no memory yet. Parameters and layout outlive it.
+  // Allocates nothing yet. Parameters and layout outlive it.
   GradientMemory(const ParameterTable& parameters, const BucketLayout& layout, SliceOwner owner,
                  Device device, AccumulateOn accumulate_on, MemoryCount count);
   // Each is collective over its group, once, before anything else.
   void allocate_carry(Communicator& replicate_group);
   void allocate_staging(Communicator& shard_group, Reduction reduction);
 
-  // What it takes, when it takes it: with the carry that of the result, both staging buckets, and
-  // on first need totals and accumulators.
+  // What each allocation takes. carry_bytes() includes the result, staging_bytes() both slots.
   [[nodiscard]] std::int64_t carry_bytes() const;
   [[nodiscard]] std::int64_t staging_bytes(int shard_size) const;
   [[nodiscard]] std::int64_t total_bytes() const { return result_bytes_; }
   [[nodiscard]] std::int64_t accumulator_bytes(AccumulateDtype dtype) const;
 
-  // This rank's carry of a bucket: its row of the shard hop. Of sum_dtype(), as are results.
+  // This rank's row of a bucket in the carry. Has sum_dtype(), as do results. Views have no address
+  // before allocate_carry().
   [[nodiscard]] TensorView bucket_carry(int bucket) const;
-  // Its result of a bucket, and of a parameter's slice, which is one run. In the carry, but where
-  // results are sharded over the mesh. Views have no address before allocate_carry().
+  // This rank's result of a bucket, and of a parameter's slice, which is contiguous.
   [[nodiscard]] TensorView bucket_result(int bucket) const;
   [[nodiscard]] TensorView slice_result(int parameter) const;
 
-  // Replica-summed totals of groups that are all before the step's end. Call require_totals()
+  // Replica-summed totals of groups with sync = all before the step's end. Call require_totals()
   // first, before tasks are launched.
   void require_totals();
   [[nodiscard]] TensorView bucket_total(int bucket) const;
 
-  // Staging slot `slot`, as the bucket's wire elements.
+  // The slot's memory as the bucket's wire elements.
   [[nodiscard]] TensorView staging(int slot, int bucket) const;
 
-  // The local accumulator of a whole parameter. Call require_accumulators() first, which keeps
-  // their content only where they have that dtype already. Nobody reads them while it takes memory.
+  // The local accumulator of a whole parameter. Call require_accumulators() first; it keeps the
+  // sums only if they already have that dtype. No task may use them while it allocates.
   [[nodiscard]] bool has_room(AccumulateDtype dtype) const;
   void require_accumulators(AccumulateDtype dtype);
   [[nodiscard]] AccumulateDtype accumulate_dtype() const { return accumulate_dtype_; }
   [[nodiscard]] TensorView accumulator(int parameter) const;
 
-  // Gives back what is taken on first need. Nothing uses it any more.
+  // Frees what was allocated on first need. No task may use it any more.
   void release();
 
  private:
@@ -90,22 +89,22 @@ class GradientMemory {
   const ParameterTable& parameters_;
   const BucketLayout& layout_;
   const int parts_;
-  std::vector<Place> rows_;    // of this rank's result, [bucket]
-  std::vector<Place> slices_;  // of it, [parameter]
+  std::vector<Place> rows_;    // in this rank's result, [bucket]
+  std::vector<Place> slices_;  // in this rank's result, [parameter]
   std::int64_t result_bytes_ = 0;
-  std::vector<Place> carry_rows_;  // [bucket]; none: the result's
+  std::vector<Place> carry_rows_;  // [bucket]; empty: as rows_
   std::int64_t carry_bytes_ = 0;
   Device device_;
   AccumulateOn accumulate_on_;
   AccumulateDtype accumulate_dtype_ = AccumulateDtype::kF32;
   SharedMemory carry_;
-  std::optional<Buffer> result_;  // where it is not the carry
+  std::optional<Buffer> result_;  // if it is not the carry
   std::array<SharedMemory, kStagingSlots> staging_;
   std::optional<Buffer> total_;  // tasks read it; may be of no bytes
   Buffer accumulators_;
   std::vector<std::int64_t> accumulator_offsets_;  // bytes
   MemoryCount count_;
-  std::vector<MemoryCount::Held> held_;  // for good
+  std::vector<MemoryCount::Held> held_;  // until the end
   MemoryCount::Held total_held_;
   MemoryCount::Held accumulators_held_;
 };

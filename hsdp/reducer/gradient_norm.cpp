@@ -15,12 +15,11 @@ namespace {
 
 using Scope = Lane::Scope;
 
-// torch's clip_grad_norm_ adds the same: a norm of exactly max_norm is scaled by a hair.
+// As in torch's clip_grad_norm_; a norm of exactly max_norm is scaled very slightly.
 constexpr double kClipEpsilon = 1e-6;
 
-// The sum of squares of the whole mean gradient: of each parameter's slice, then over the
-// parameters in their order, then over the ranks. For tasks, which may outlive the Results but not
-// what is given here.
+// Sums the squares of the whole mean gradient: of each parameter's slice, then over the parameters
+// in their order, then over the ranks. Takes no Results, which its task may outlive.
 void sum_squares(Frozen& frozen, Groups& groups, std::int64_t step, double* sum, Stream& stream) {
   Operation operation(groups.operations, {.kind = OperationKind::kNorm, .step = step});
   const int count = frozen.layout().parameter_count();
@@ -49,7 +48,7 @@ void scale_result(Frozen& frozen, const double* factor, Stream& stream) {
   }
 }
 
-// Adds one Reducer's squares up in `sum`, after those events.
+// Sums one Reducer's squares after those events.
 Event add_squares(Results& results, std::shared_ptr<double> sum, std::vector<Event> after) {
   return results.run(
       Scope::kAllRanks, results.last_step(),
@@ -60,7 +59,7 @@ Event add_squares(Results& results, std::shared_ptr<double> sum, std::vector<Eve
       });
 }
 
-// What `compute` writes to an f64 of the device.
+// Returns what `compute` writes to an f64 of the device.
 double read_norm(Results& results, const std::function<Event(const TensorView&)>& compute) {
   double norm = 0.0;
   results.read({&norm, 1, Dtype::kF64, {}}, [&](const TensorView& out) {
@@ -101,15 +100,15 @@ Event clip_factor(std::span<Results* const> all, double max_norm, TensorView nor
   }
   const auto words = std::make_shared<const Scratch>(all.size() * sizeof(double), first.caller());
   auto* const squares = reinterpret_cast<double*>(words->data());
-  // Where a step of one of them is dropped, nobody begins a collective of another: the rank that
-  // dropped it may not come to this clip at all.
+  // If the step of one is dropped, no rank begins a collective of another: the rank that dropped it
+  // may never call this clip.
   std::vector<Event> standing;
   for (Results* results : all) {
     standing.push_back(results->run(Scope::kThisRank, results->last_step(), [](Stream&) {}));
   }
   std::vector<Event> summed;
   for (std::size_t i = 0; i < all.size(); ++i) {
-    // Each keeps the words: where one fails, the last task does not wait for the others.
+    // Each keeps the memory: if one fails, the last task does not wait for the others.
     summed.push_back(add_squares(*all[i], {words, squares + i}, standing));
   }
   const kernels::ClipFactor clip{

@@ -1,5 +1,5 @@
-// The norm of the gradients of one Reducer or of several of a mesh, and clipping by it. Collective
-// over the mesh. Results.h says what the forms that return an Event wait for.
+// The norm of the gradients of one or several Reducers of a mesh, and clipping by it. Collective
+// over the mesh. results.h says what the forms that return an Event wait for.
 #pragma once
 
 #include <span>

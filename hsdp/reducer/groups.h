@@ -1,5 +1,5 @@
-// The ranks that one Reducer works with: the mesh's world, and splits of its groups that are the
-// Reducer's own [Note: groups of one]. Cheap to copy.
+// The ranks that one Reducer works with: the mesh's world, and its own splits of the mesh's groups
+// [Note: groups of one]. Cheap to copy.
 #pragma once
 
 #include <memory>
@@ -14,7 +14,7 @@
 
 namespace hsdp::reducer {
 
-// Whose slices of a BucketLayout a rank has.
+// Which slices of a BucketLayout a rank has.
 struct SliceOwner {
   int shard_rank = 0;
   int part = 0;
@@ -28,11 +28,11 @@ struct Groups {
   Communicator world;
   Communicator shard;
   Communicator replicate;
-  // Into how many parts a shard rank's slices are cut, one for each replica: where results are
-  // sharded over the mesh, else 1. BucketLayout then has a row for each part, those of a shard rank
-  // beside each other [Note: results over the mesh].
+  // Number of parts of a shard rank's slices: the number of replicas if results are sharded over
+  // the mesh, else 1. BucketLayout has a row for each part; those of a shard rank are adjacent
+  // [Note: results over the mesh].
   int parts = 1;
-  Operations operations{};                     // under the name of who made the groups
+  Operations operations{};                     // under the name given to make_groups()
   std::shared_ptr<const FlightWatch> watch{};  // writes them down when the world ends
 
   [[nodiscard]] int slice_count() const { return shard.size() * parts; }
@@ -44,16 +44,15 @@ struct Groups {
   [[nodiscard]] bool on_host() const { return device.type == DeviceType::kHost; }
 };
 
-// Collective over the mesh: all ranks have their groups in the end or none. `name`: for whom, in
-// the record of operations.
+// Collective over the mesh: succeeds on all ranks or on none. `name` goes into the record of
+// operations.
 [[nodiscard]] Groups make_groups(const Mesh& mesh, const std::string& name);
 
-// What was called on a group so far, as it is compared between its ranks; nothing where the engine
-// compares each call.
+// The calls on a group so far, as text that its ranks compare; empty if the engine compares each
+// call.
 [[nodiscard]] std::string calls_text(const Communicator& group);
 
-// What lanes on a GPU are issued by; null on the host. Collective over the world, as
-// IssueOrder::add_issuer() is.
+// Adds an Issuer for lanes on a GPU; null on the host. Collective over the world.
 [[nodiscard]] std::shared_ptr<IssueOrder::Issuer> add_issuer(Groups& groups);
 
 }  // namespace hsdp::reducer

@@ -1,5 +1,5 @@
-// Who uses a replica hop: it has the hop, prepared and bound to groups of its own, until it lets go
-// of it or its life ends. Then the hop is bound to no groups, and free for another one.
+// Owns the use of a replica hop: prepares it and binds it to separate groups, until let_go() or the
+// destructor unbinds it. Then another owner may use the hop.
 #pragma once
 
 #include <functional>
@@ -15,23 +15,22 @@ class HopOwner {
  public:
   using MakePlan = std::function<HopPlan()>;
 
-  // Collective over the world: all ranks have their hop or none. A hop that somebody else has is a
-  // UsageError.
+  // Collective over the world: succeeds on all ranks or on none. UsageError if the hop has another
+  // owner.
   HopOwner(Groups& groups, std::shared_ptr<ReplicaHop> hop, const MakePlan& make_plan);
   HopOwner(const HopOwner&) = delete;
   HopOwner& operator=(const HopOwner&) = delete;
 
-  // Local, between steps: other buckets.
+  // Local, between steps: prepares the hop for other buckets.
   void prepare(HopPlan plan);
   void let_go() { taken_.reset(); }
 
-  // What the hop's groups were given to send: messages in the dtype that travels, an all-reduce's
-  // twice.
+  // Bytes that the hop's groups were given to send, in the wire dtype. An all-reduce counts twice.
   [[nodiscard]] std::int64_t wire_bytes() const;
-  // What was called on its groups, to be compared between replicas; see Communicator.
+  // The calls on its groups, as text that replicas compare; see Communicator.
   [[nodiscard]] std::string calls() const;
   void compare_calls(const std::string& key);
-  // What those groups reserved.
+  // Memory that those groups have reserved.
   [[nodiscard]] std::int64_t reserved_bytes() const;
 
  private:

@@ -11,7 +11,7 @@
 namespace hsdp::reducer {
 namespace {
 
-// Of a task, and then of what it has enqueued on a device.
+// Completes when a task has run and the device has done what it enqueued.
 class TaskEvent final : public Event::State {
  public:
   explicit TaskEvent(std::weak_ptr<IssueOrder::Issuer> issuer) : issuer_(std::move(issuer)) {}
@@ -29,7 +29,7 @@ class TaskEvent final : public Event::State {
     try {
       wait_until_run();
       return &device_;
-    } catch (...) {  // wait() says it
+    } catch (...) {  // wait() throws it
       return nullptr;
     }
   }
@@ -45,20 +45,20 @@ class TaskEvent final : public Event::State {
     }
     ran_.wait();
   }
-  // For what the task has enqueued before it failed; not for ever where the GPU hangs in it.
+  // Waits for what the task enqueued before it failed, though not forever if the GPU hangs.
   void wait_for_device() const {
     const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
     try {
       while (!device_.complete() && std::chrono::steady_clock::now() < end) {
         std::this_thread::sleep_for(std::chrono::microseconds(100));
       }
-    } catch (const Error&) {  // of a device that has failed
+    } catch (const Error&) {  // the device has failed
     }
   }
 
   std::weak_ptr<IssueOrder::Issuer> issuer_;  // none on the host
   HostEvent ran_;
-  Event device_;  // once it has run
+  Event device_;  // set when the task has run
 };
 
 }  // namespace
@@ -70,7 +70,7 @@ Lane::Lane(const char* name, Device device, Outcome& outcome,
       thread_(issuer_ ? issuer_->stream() : Stream::host_worker(name)),
       device_(issuer_ ? Stream::create(device, name) : Stream::inline_host()) {}
 
-// Of the thread's own error nobody would hear, and it would run no later task.
+// Otherwise no caller would see the error, and the thread would run no later task.
 std::function<void()> Lane::with_errors_told(std::function<void()> task) {
   return [this, task = std::move(task)]() mutable {
     std::exception_ptr error;
@@ -114,7 +114,7 @@ std::exception_ptr Lane::try_task(const Work& work, const std::function<void(Str
     enqueued = on.record();
     enqueued.throw_if_failed();
     return nullptr;
-  } catch (const StepAbortedError&) {  // of what it was to come after: as on every rank
+  } catch (const StepAbortedError&) {  // thrown by work.after, on every rank
     return std::current_exception();
   } catch (...) {
     if (work.scope == Scope::kAllRanks) outcome_.fail(std::current_exception());
@@ -125,13 +125,13 @@ std::exception_ptr Lane::try_task(const Work& work, const std::function<void(Str
 Event Lane::run(const Work& work, std::function<void(Stream&)> task) {
   const auto done = std::make_shared<TaskEvent>(issuer_);
   Work known = work;
-  // Not by the thread that issues, which may be the one to enqueue it.
+  // Waits here, as the issuing thread may be the one that enqueues it.
   if (!on_host()) known.after = work.after.enqueued();
   auto run_it = [this, known = std::move(known), done, task = std::move(task)]() mutable {
     Event enqueued;
     std::exception_ptr error = try_task(known, task, enqueued);
-    if (error && !on_host()) enqueued = stream().record();  // what it did before may still run
-    task = {};  // what it holds is let go of before anybody goes on
+    if (error && !on_host()) enqueued = stream().record();  // its earlier work may still run
+    task = {};  // releases what it holds before a waiter goes on
     done->finish(std::move(error), enqueued);
   };
   if (work.scope == Scope::kAllRanks) {

@@ -1,9 +1,9 @@
-// Where collectives are issued: a thread that runs tasks in order, and a stream of the device on
-// which they enqueue their work.
+// Issues collectives: a thread that runs tasks in order, and a stream of the device on which they
+// enqueue their work.
 //
-// Host: the thread is the lane's own, and the stream is inline. GPU: the thread is the mesh's,
-// where lanes take turns in one order on all ranks [Note: hops on a GPU]; with one Issuer, two
-// lanes keep the order in which they are given tasks. Issuing never blocks. Thread-safe.
+// On the host each lane has a thread, and the stream is inline. On a GPU all lanes of the mesh
+// share one thread and take turns in one order on all ranks [Note: hops on a GPU]; two lanes with
+// one Issuer keep the order in which they are given tasks. Issuing never blocks. Thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -24,20 +24,21 @@ class Lane {
   Lane(const char* name, Device device, Outcome& outcome,
        std::shared_ptr<IssueOrder::Issuer> issuer);
 
-  // Every rank runs this task at this place among the collectives, unless its step is dropped.
+  // A task that every rank runs at the same place among the collectives, unless its step is
+  // dropped.
   struct Task {
     std::function<void()> run;
     std::int64_t step = kNoStep;
     int place = IssueOrder::kAfterBuckets;
-    bool may_drop = false;  // it may drop the step, and with it tasks that come later
+    bool may_drop = false;  // it may drop the step, and with it later tasks
     bool ends_step = false;
-    std::int64_t phase = -1;  // of an OrderedTask
+    std::int64_t phase = -1;  // as in an OrderedTask
   };
   void issue(Task task);
-  // Later tasks, and the work they enqueue, come after all of the other lane so far.
+  // Later tasks, and the work they enqueue, come after all tasks of the other lane so far.
   void follow(const Lane& other);
 
-  // Of the Issuer, on a GPU.
+  // On a GPU: the Issuer's calls of these names.
   [[nodiscard]] std::shared_ptr<void> come_late() {
     return issuer_ ? issuer_->come_late() : nullptr;
   }
@@ -51,21 +52,21 @@ class Lane {
     if (issuer_) issuer_->stop_repeating();
   }
 
-  // What the calling task enqueues on.
+  // For the running task to enqueue on.
   [[nodiscard]] Stream stream() const { return device_.inside_task(); }
 
-  // kAllRanks: every rank runs the task at this place among the collectives, and its error ends the
-  // world, as the others are in its collective. kThisRank: its error is only the Event's.
+  // kAllRanks: every rank runs the task at the same place among the collectives. Its error ends the
+  // world, as the others are in its collective. kThisRank: only the Event throws its error.
   enum class Scope : std::uint8_t { kThisRank, kAllRanks };
   struct Work {
     Scope scope = Scope::kThisRank;
     std::int64_t step = kNoStep;
     Event after;
   };
-  // Runs `task` after all tasks so far and after that Event, which must complete whatever happens,
-  // as the Events of streams do. Returns at once. The Event it returns is done when the task and,
-  // on a GPU, what it has enqueued are done, and throws what went wrong; where the step was
-  // dropped, here or where `after` comes from, the task does not run and the Event says that.
+  // Runs `task` after all tasks so far and after `work.after`, which must always complete, as
+  // events of streams do. Returns at once. The returned Event completes when the task and, on a
+  // GPU, its work are done; it throws their error. If the step was dropped, here or where `after`
+  // comes from, the task does not run and the Event throws that.
   Event run(const Work& work, std::function<void(Stream&)> task);
 
   // Blocks until the tasks so far have run.

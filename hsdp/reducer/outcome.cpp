@@ -13,8 +13,8 @@
 namespace hsdp::reducer {
 namespace {
 
-// Why the world has ended, where that explains `error`: not where it ended because of this error,
-// nor where the error says so itself, and for what this rank was waiting.
+// Why the world has ended, if that explains `error`; null if the world ended because of this error,
+// or the error says it itself.
 std::exception_ptr cause_of(const std::exception_ptr& error, const comm::Control& control) {
   try {
     std::rethrow_exception(error);
@@ -134,7 +134,7 @@ void Outcome::guard(std::int64_t step, const std::function<void()>& task) {
   } catch (...) {
     error = std::current_exception();
   }
-  // Told after the handler, when this thread holds no share of the exception any more.
+  // After the handler: this thread must not hold a reference to the exception any more.
   if (error) fail(std::move(error));
 }
 

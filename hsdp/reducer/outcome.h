@@ -1,10 +1,10 @@
-// What went wrong, as seen by the lanes' tasks and the caller's threads.
+// Keeps what went wrong in the lanes' tasks and on the caller's threads. Thread-safe.
 //
-// A failure (of the world, or of a task on this rank) is final: it ends the world, and every later
-// call repeats it [Note: after a failure]. A dropped step is raised once, at the next call, and
-// leaves the Reducer usable.
-// A fault is this rank's own mistake in the open microbatch, which drops the step at its end.
-// Thread-safe.
+// - A failure, of the world or of a task on this rank, ends the world; every later call repeats it
+//   [Note: after a failure].
+// - A drop is a step that another rank dropped. The next call throws it, once; the Reducer stays
+//   usable.
+// - A fault is this rank's mistake in the open microbatch. The microbatch's end drops the step.
 #pragma once
 
 #include <atomic>
@@ -23,53 +23,54 @@
 
 namespace hsdp::reducer {
 
-// That another rank dropped a step, as the others are told: a StepAbortedError.
+// A step that another rank dropped: the parts of a StepAbortedError.
 struct Drop {
   std::string message;
   std::vector<int> ranks;  // of the world
-  std::string by{};        // which of the mesh, and why
+  std::string by{};        // which rank of the mesh, and why
 };
 
-// Of what no dropped step concerns.
+// The step of a task that no drop concerns.
 constexpr std::int64_t kNoStep = std::numeric_limits<std::int64_t>::max();
 
 class Outcome {
  public:
-  // `title`: whose it is, in what other users of the mesh hear of a failure.
+  // `title`: the Reducer's name in the message of a failure that other ranks see.
   explicit Outcome(Communicator world, std::string title = "reducer")
       : world_(std::move(world)), title_(std::move(title)) {}
 
-  // Called after every change, without the lock, so that waiting threads look again.
+  // Called after every change, without the lock, to wake waiting threads.
   void set_on_change(std::function<void()> on_change) { on_change_ = std::move(on_change); }
 
-  // Keeps the first error, and ends the world with its text: the others' calls throw an error that
-  // names this rank. A local error that only follows from the world's end gives way to that.
+  // Keeps the first error and ends the world with its text: calls on other ranks throw an error
+  // that names this rank. If the world has ended already, keeps its failure instead of a local
+  // error that follows from it.
   void fail(std::exception_ptr error);
   [[nodiscard]] bool failed() const { return has_failure_; }
-  // Throws the failure, no-op when none. It may be the world's end that no task here has met yet:
-  // then `call` says what this rank was doing.
+  // Throws the failure, if any. If no task here has met the world's end yet, `call` says in its
+  // message what this rank was doing.
   void rethrow_failure(std::string_view call);
 
-  // Keeps the first error since open_faults(). False, and nothing is taken, once settle_faults()
-  // has found none.
+  // Takes the error as a fault if it is the first since open_faults(). False, without taking it,
+  // after settle_faults() has found none.
   void open_faults();
   bool note_fault(std::exception_ptr& error);
   // The fault, if there is one.
   [[nodiscard]] std::exception_ptr settle_faults();
-  [[nodiscard]] std::exception_ptr fault() const;  // the same, and nothing is settled
+  [[nodiscard]] std::exception_ptr fault() const;  // the same without settling
 
-  // Tasks of steps up to `step` do nothing from here on. `drop`: to raise at the next call; none
-  // where this rank dropped the step itself.
+  // Makes tasks of steps up to `step` do nothing. The next call throws `drop`; none if this rank
+  // dropped the step itself.
   void drop_step(std::int64_t step, std::optional<Drop> drop);
-  // Whether there is one to raise; it is forgotten then.
+  // Returns the drop that is to be thrown, if any, and forgets it.
   [[nodiscard]] std::optional<Drop> take_drop();
-  void throw_drop() const;  // leaves it to be taken; no-op when none
+  void throw_drop() const;  // throws it, if any, without forgetting it
 
-  // Runs `task` unless its step is over, and fails with its error.
+  // Runs `task` unless skips(step); its error becomes the failure.
   void guard(std::int64_t step, const std::function<void()>& task);
-  // True when a task of that step must do nothing.
+  // Whether a task of that step must do nothing.
   [[nodiscard]] bool skips(std::int64_t step) const;
-  // Why it must, for whoever waits for it; null when it may run.
+  // Why a task of that step must do nothing; null if it may run.
   [[nodiscard]] std::exception_ptr refusal(std::int64_t step) const;
 
  private:
@@ -77,7 +78,7 @@ class Outcome {
   std::string title_;
   mutable std::mutex mutex_;
   std::function<void()> on_change_ = [] {};
-  // Each gradient asks for these two, which need no lock until there is one.
+  // Checked for each gradient, without the lock.
   std::atomic<bool> has_failure_{false};
   std::atomic<bool> has_drop_{false};
   std::exception_ptr failure_;
@@ -88,10 +89,9 @@ class Outcome {
   std::int64_t skip_through_step_ = -1;
 };
 
-// Throws it as an error.
 [[noreturn]] void throw_drop(Drop drop);
 
-// An error's text, whatever it is.
+// The text of any exception.
 [[nodiscard]] std::string text_of(const std::exception_ptr& error);
 
 }  // namespace hsdp::reducer

@@ -9,8 +9,8 @@
 namespace hsdp::reducer {
 namespace {
 
-// Launches that may be under way before a stream that frees their gradients waits for the oldest:
-// two buckets, as many as are staged.
+// With more launches under way, a stream that frees their gradients waits for the oldest. As many
+// as there are staging slots.
 constexpr std::ptrdiff_t kMostLaunched = 2;
 
 Event recorded(Stream& stream) {
@@ -102,14 +102,14 @@ void PackStreams::launch(int place) {
   let_go(place, valid.streams());
 }
 
-// Memory goes back to its allocator without a wait of the host, and there is never much of it.
+// Returns memory to its allocator without a wait of the host, and before it becomes much.
 void PackStreams::let_go(int place, const std::vector<Stream>& streams) {
   Lane& lane = this->lane(place);
   if (lane.owners.empty()) return;
   reap();
   const Event packed = recorded(lane.stream);
-  // A pack into a slot waits for a hop, and so for the peers' packs. Where one of these may come
-  // last in a microbatch, a stream that waited for it could hold that rank up before.
+  // A pack into a slot waits for a hop, and so for the peers' packs. If one of these may come last
+  // in a microbatch, a stream that waited for it could hold that rank up.
   const bool may_wait = !streams.empty() && !(holes_ && place >= 0);
   Launched ordered{packed, streams, {}};
   Launched others{packed, {}, {}};
@@ -135,11 +135,11 @@ void PackStreams::order_oldest() {
   while (std::ranges::count_if(launched_, is_ordered) > kMostLaunched) {
     const auto oldest = std::ranges::find_if(launched_, is_ordered);
     try {
-      // Complete is also what failed, which must not break a stream of somebody else's.
+      // An event that failed is also complete; it must not break the caller's stream.
       for (Stream& stream : oldest->streams) {
         if (!oldest->packed.complete()) stream.wait(oldest->packed);
       }
-    } catch (const UsageError&) {  // it is being captured: reap() lets go of the memory
+    } catch (const UsageError&) {  // being captured: reap() frees the memory
       oldest->streams.clear();
       continue;
     }
@@ -234,7 +234,7 @@ void PackStreams::wait_idle() noexcept {
   }
   try {
     reap();
-  } catch (...) {  // a device that has failed says nothing of its events
+  } catch (...) {  // the device has failed
   }
 }
 

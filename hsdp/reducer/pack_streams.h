@@ -1,11 +1,10 @@
-// Where gradients are packed: on the calling thread on the host, on streams of their own on a GPU,
-// one for each staging slot and one for local sums, so that a pack that waits for its slot does not
+// Where gradients are packed: on the host on the calling thread; on a GPU on separate streams, one
+// for each staging slot and one for local sums, so that a pack that waits for its slot does not
 // hold up the others.
 //
-// On a GPU what is queued there is packed by launch(), many gradients at once. Calls come from one
-// thread at a time, but for reap_after(), wait_idle() and, on the host, queue(). Nothing here waits
-// for a GPU, but wait_idle(). On the host everything is complete when it returns, and all of this
-// costs nothing.
+// On a GPU launch() packs many queued gradients at once. Calls come from one thread at a time,
+// except reap_after(), wait_idle() and, on the host, queue(). Only wait_idle() and reap_after()
+// wait for a GPU. On the host every call completes before it returns.
 #pragma once
 
 #include <cstddef>
@@ -24,24 +23,24 @@
 
 namespace hsdp::reducer {
 
-// Who keeps a gradient's memory, and for how long.
+// Keeps a gradient's memory alive, until it was read or until the end.
 struct GradientOwner {
   std::shared_ptr<const void> keep_alive;
   KeptUntil until = KeptUntil::kRead;
 };
 
-// When several gradients are valid.
+// Collects after what several gradients are valid.
 class AllValid {
  public:
   void add(const ValidAfter& valid);
-  // The events to wait for, those of streams as of now.
+  // The events to wait for; records one now on each stream that has none.
   [[nodiscard]] std::vector<Event> events() const;
   [[nodiscard]] std::vector<Stream> streams() const;
 
  private:
   struct Source {
     Stream stream;
-    bool has_event;  // that stands for what it had
+    bool has_event;  // which covers the stream's work so far
   };
   std::vector<Source> sources_;
   std::vector<Event> events_;
@@ -49,48 +48,49 @@ class AllValid {
 
 class PackStreams {
  public:
-  // A place beside the slots; kNoSlot: what goes straight into the carry.
+  // The place of local sums. The others are the slots, and kNoSlot for what goes straight into the
+  // carry.
   static constexpr int kSums = -2;
 
-  // Waits are the world's: they throw when it has ended and an event never comes. `holes`: a rank's
-  // bucket may wait for the end of the microbatch, for want of gradients.
+  // Waits throw when the world has ended. `holes`: a bucket may lack gradients, and then waits for
+  // the end of the microbatch.
   PackStreams(Device device, Communicator world, bool holes);
-  ~PackStreams();  // after the packs, whatever went wrong
+  ~PackStreams();  // waits for the packs, even after errors
   PackStreams(const PackStreams&) = delete;
   PackStreams& operator=(const PackStreams&) = delete;
 
   [[nodiscard]] bool on_host() const { return device_.type == DeviceType::kHost; }
   [[nodiscard]] kernels::PackQueue& queue(int place) { return lane(place).queue; }
   [[nodiscard]] std::int64_t misaligned_bytes() const;  // of all queues
-  // What is queued there from now on is packed after that; on the host the caller waits for it.
+  // Packs queued at that place from now on come after that; on the host the caller waits for it.
   void wait(int place, const Event& event);
   void wait_on_all(const Event& event);
   void wait(int place, const ValidAfter& valid);
-  // Or after the local sums so far.
+  // The same after the local sums so far.
   void wait_for_sums(int place);
-  // Keeps a gradient's memory until what is queued there has read it.
+  // Keeps a gradient's memory until the packs queued at that place have read it.
   void hold(int place, GradientOwner owner);
 
-  // Packs what is queued there.
+  // Launches the packs queued at that place.
   void launch(int place);
-  // Forgets what is queued. Its owners, to die when the packs that were launched are done.
+  // Forgets what is queued. Returns its owners, to be destroyed after the packs already launched.
   [[nodiscard]] std::vector<GradientOwner> forget();
-  // What was launched so far: there, and on each stream (none on the host).
+  // Events of the launches so far, at that place and on each stream; none on the host.
   [[nodiscard]] Event record(int place);
   [[nodiscard]] std::vector<Event> record_each();
   // Launches everything and records it.
   [[nodiscard]] Event record_all();
-  // Whatever is launched next comes after everything so far.
+  // Later launches come after all earlier ones.
   void join();
   void launch_all();
-  // The streams of gradients may go: what is still to be read is kept until it is.
+  // After this the streams of gradients may be destroyed; their memory is kept until it was read.
   void leave_streams();
-  // Waits, and lets go of what was read.
+  // Waits for `packs`, and releases gradients that were read.
   void reap_after(const std::vector<Event>& packs);
-  void wait_idle() noexcept;  // for what was launched
+  void wait_idle() noexcept;  // for everything launched
 
-  // Lets owners die at the end of its life: outside of whatever lock it comes before, as their
-  // deleters may take locks of the caller's.
+  // Destroys owners at the end of its scope. Declare it before a lock: their deleters may take
+  // locks of the caller.
   class Farewell {
    public:
     explicit Farewell(PackStreams& packs) : packs_(packs) {}
@@ -110,7 +110,7 @@ class PackStreams {
     bool after_sums = false;
     std::vector<GradientOwner> owners{};
   };
-  // What was launched together. With `streams`, its owners free it in the order of these.
+  // Gradients that were launched together. With `streams`, their memory is freed in stream order.
   struct Launched {
     Event packed;
     std::vector<Stream> streams;

@@ -5,7 +5,7 @@
 namespace hsdp::reducer {
 namespace {
 
-// Larger packs are written around the cache: the reader is another rank, later.
+// Larger packs bypass the cache, as another rank reads them later.
 constexpr std::int64_t kStreamingBytes = std::int64_t{4} << 20;
 StridedView flat_view(TensorView view) {
   return {view.data, view.dtype, view.device, {view.count}, {}};

@@ -1,5 +1,5 @@
-// Turns gradients into rows of a bucket: the arithmetic of one parameter, without any state.
-// Done when it returns on the host; on a GPU when the queue is launched.
+// Turns gradients into rows of a bucket: the arithmetic of one parameter, without state. On the
+// host done on return, on a GPU when the queue is launched.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,12 @@
 
 namespace hsdp::reducer {
 
-// What one parameter contributes: the fresh gradient, the local sum of earlier microbatches, both,
-// or neither (a hole: zeros).
+// What one parameter contributes: a fresh gradient, the local sum of earlier microbatches, both, or
+// zeros.
 struct Contribution {
   const StridedView* fresh = nullptr;
   TensorView accumulated{};  // data == nullptr: none
-  bool hole = false;  // no fresh gradient although the microbatch has one: it counts as zeros
+  bool hole = false;         // the microbatch has gradients, but none of this parameter
 };
 
 // local sum <- local sum + fresh, in the accumulator's dtype.
@@ -26,8 +26,8 @@ void add_to_accumulator(const Contribution& contribution, TensorView accumulator
 void pack_segment(const Contribution& contribution, const BucketSegment& segment, int exponent,
                   TensorView staging, kernels::PackQueue& queue);
 
-// A shard group of one rounds nothing: carry <- carry + (local sum + fresh), all fp32, of the
-// elements from `begin` on that `carry` holds.
+// In a shard group of one, which rounds nothing: carry <- carry + (local sum + fresh), all fp32,
+// for the elements from `begin` on that `carry` holds.
 void add_to_carry(const Contribution& contribution, bool accumulate, std::int64_t begin,
                   TensorView carry, kernels::PackQueue& queue);
 

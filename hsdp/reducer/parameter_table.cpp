@@ -28,7 +28,7 @@ void check_dtypes(const ParameterSpec& spec) {
   }
 }
 
-// A name has to fit into a snapshot, which may be written long after.
+// Names must fit into a snapshot, which may be written much later.
 void check_name(const std::string& parameter) {
   if (parameter.empty()) {
     throw UsageError({.where = "reducer", .expected = "a parameter name", .got = "''"});
@@ -44,7 +44,7 @@ void check_name(const std::string& parameter) {
 void check_shape(const ParameterSpec& spec) {
   constexpr std::int64_t kMaxCount = std::int64_t{1} << 40;
   const auto negative = [](std::int64_t extent) { return extent < 0; };
-  if (spec.shape.size() > kMaxDimensions) {  // as for names: a snapshot has to hold it
+  if (spec.shape.size() > kMaxDimensions) {  // it must fit into a snapshot
     refuse_parameter(spec.name, "at most " + std::to_string(kMaxDimensions) + " dimensions",
                      std::to_string(spec.shape.size()));
   }

@@ -13,7 +13,7 @@
 
 namespace hsdp::reducer {
 
-// What to do about a name that none of them has: names a near one when there is one.
+// The remedy for a name that none of them has: suggests a similar name, if there is one.
 [[nodiscard]] std::string unknown_name_remedy(std::span<const ParameterSpec> specs,
                                               std::string_view name);
 
@@ -23,7 +23,7 @@ class ParameterTable {
   ParameterTable(const ReducerOptions& options, int replicate_size);
 
   int add(const ParameterSpec& spec);
-  // UsageError when the name is unknown.
+  // UsageError for an unknown name.
   [[nodiscard]] int find(std::string_view name) const;
   [[nodiscard]] const std::vector<ParameterSpec>& specs() const { return specs_; }
   [[nodiscard]] const ParameterSpec& spec(int parameter) const {
@@ -48,15 +48,15 @@ class ParameterTable {
 
   [[nodiscard]] HopParameter hop_parameter(int parameter) const;
   [[nodiscard]] BucketLayout make_layout(int shard_size) const;
-  // The same before the first step; made anew only when a parameter has come since.
+  // The layout before the first step; made again if parameters were added since.
   [[nodiscard]] const BucketLayout& early_layout(int shard_size);
   void forget_layout() { early_layout_.reset(); }
-  // One line per parameter; equal on all ranks, or the first differing line is the news.
+  // One line per parameter, which the ranks compare.
   [[nodiscard]] std::vector<std::string> describe() const;
 
  private:
   const ReducerOptions& options_;
-  bool has_hop_;  // that runs
+  bool has_hop_;  // there are several replicas
   std::vector<ParameterSpec> specs_;
   std::vector<std::int64_t> counts_;
   std::vector<int> group_of_;

@@ -41,7 +41,7 @@ HopPlan make_hop_plan(const ParameterTable& parameters, const ReducerOptions& op
     if (parts > 1) plan.cuts.push_back(cut);
     std::vector<TensorView>& data = plan.data.emplace_back();
     data.push_back(memory.bucket_carry(b));
-    if (parameters.group_count() > 1) {  // some end earlier, with totals
+    if (parameters.group_count() > 1) {  // some may end earlier, with totals
       data.push_back({nullptr, data.back().count, data.back().dtype, rank.device});
     }
     plan.wires.push_back(replica_wire(bucket.wire_dtype, options.replica_dtype));

@@ -1,5 +1,5 @@
-// What a Reducer and its hop take and send on one rank of a mesh, by the functions that size their
-// memory. Local: no rank but the calling process has to exist.
+// What a Reducer and its hop allocate and send on one rank of a mesh, by the functions that size
+// their memory. Local: the mesh need not exist.
 #pragma once
 
 #include "hsdp/bucket_layout.h"
@@ -11,7 +11,7 @@
 
 namespace hsdp::reducer {
 
-// A rank of a mesh, as far as its memory depends on it.
+// What the memory of a rank depends on.
 struct PlannedRank {
   Device device{};
   SliceOwner owner{};
@@ -23,22 +23,22 @@ struct PlannedRank {
   return {groups.device, groups.owner(), groups.shard.size(), groups.replicate.size()};
 }
 
-// What the hop of a Reducer is prepared with, but for the count of its memory.
+// What the hop of a Reducer is prepared with, without the count of its memory.
 [[nodiscard]] HopPlan make_hop_plan(const ParameterTable& parameters, const ReducerOptions& options,
                                     const BucketLayout& layout, const GradientMemory& memory,
                                     const PlannedRank& rank);
 
 [[nodiscard]] Reduction reduction_of(const ReducerOptions& options);
 
-// UsageError for a hop that results sharded over the mesh do not go with.
+// UsageError for a hop that cannot shard results over the mesh, if the options ask for that.
 void require_scattered_results(const ReducerOptions& options);
 
 // `options` are complete, as agreed_options.h makes them, and `layout` is that of the parameters.
 //
-// Of the hop: the same for all parts of a shard rank, and of a large model most of the work.
+// The hop's need. Takes most of the time for a large model; the same for all parts of a shard rank.
 [[nodiscard]] HopNeed plan_hop(const ParameterTable& parameters, const ReducerOptions& options,
                                const BucketLayout& layout, const PlannedRank& rank);
-// With that of the hop; without what others hold, optimizers and gathers. Scratch is the Reducer's.
+// The plan with that need of the hop, without optimizers and gathers. Scratch is the Reducer's.
 [[nodiscard]] MemoryPlan plan_memory(const ParameterTable& parameters,
                                      const ReducerOptions& options, const BucketLayout& layout,
                                      const PlannedRank& rank, const MemoryUse& use,

@@ -43,7 +43,7 @@ void ReplicaCheck::take(const Stream& stream) {
   }
 }
 
-// With the largest comes the largest of the complements, which is the smallest's.
+// The largest complement is that of the smallest digest.
 std::vector<std::int64_t> ReplicaCheck::claim() const {
   std::vector<std::int64_t> most(2 * static_cast<std::size_t>(groups_.shard.size()),
                                  std::numeric_limits<std::int64_t>::min());
@@ -134,7 +134,7 @@ void ReplicaCheck::require_equal(std::int64_t step, std::span<const std::int64_t
   if (!any) return;
   const std::string key = agreement.key("results", step);
   const int own = groups_.shard.rank();
-  comm::Saying mine;  // the lowest rank's that found a difference is everybody's
+  comm::Saying mine;  // all take that of the lowest rank that found a difference
   if (differs(own)) {
     const comm::Failure found = find_difference(step, key + "/" + std::to_string(own));
     for (const int rank : found.ranks) mine.note += std::to_string(rank) + " ";

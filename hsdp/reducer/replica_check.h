@@ -1,8 +1,8 @@
-// Whether all replicas have the same bits as the result of a step, in every `every`th step
-// [Note: results that are compared].
+// Checks in every `every`th step that all replicas have the same bits as the result [Note: results
+// that are compared].
 //
-// A rank's part of the result is its rows. Their digest goes with the step's non-finite bit; only
-// where one differs do its replicas compare them run by run. Not thread-safe.
+// The digest of a rank's rows travels with the step's non-finite bit. Only if one differs do its
+// replicas compare their rows run by run. Not thread-safe.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ namespace hsdp::reducer {
 
 class ReplicaCheck {
  public:
-  // What it refers to outlives it. `every` 0: no step.
+  // All that it refers to outlives it. `every` 0: compares nothing.
   ReplicaCheck(std::int64_t every, const ParameterTable& parameters, const BucketLayout& layout,
                const GradientMemory& memory, const Groups& groups);
 
@@ -32,26 +32,26 @@ class ReplicaCheck {
   [[nodiscard]] bool is_due(std::int64_t step) const {
     return digest_.size() > 0 && (step + 1) % every_ == 0;
   }
-  // Enqueues the digest of what is final behind the work of `stream` so far.
+  // Enqueues the digest of the result behind the work of `stream` so far.
   void take(const Stream& stream);
-  // Once the device has done that: numbers of which each rank tells the largest of all ranks, so
-  // that the message does not grow with the replicas.
+  // After the device has done that: numbers of which the ranks exchange the largest, so that the
+  // message does not grow with the replicas.
   [[nodiscard]] std::vector<std::int64_t> claim() const;
-  // Of the largest of all ranks' claims: where replicas differ, ends the world on every rank, by a
+  // `most`: the largest of all ranks' claims. If replicas differ, ends the world on every rank by a
   // MismatchError that names the parameter, its bucket and the ranks in the minority.
   void require_equal(std::int64_t step, std::span<const std::int64_t> most,
                      StepAgreement& agreement);
 
  private:
-  // Of one parameter, in this rank's row of a bucket.
+  // A run of one parameter in this rank's row of a bucket.
   struct Run {
     int bucket = 0;
     ParameterRange range;
   };
   [[nodiscard]] std::vector<Run> runs() const;
-  // Of the runs. Waits for the device.
+  // The digests of the runs. Waits for the device.
   [[nodiscard]] std::vector<std::optional<std::string>> digests(std::span<const Run> runs) const;
-  // By the replicas of this rank's rows, all of them: the first difference.
+  // Collective over the replicas of this rank's rows: the first difference.
   [[nodiscard]] comm::Failure find_difference(std::int64_t step, const std::string& key);
 
   std::int64_t every_;
@@ -59,7 +59,7 @@ class ReplicaCheck {
   const BucketLayout& layout_;
   const GradientMemory& memory_;
   Groups groups_;
-  Buffer digest_;  // pinned; none: nothing is compared
+  Buffer digest_;  // pinned; empty: nothing is compared
 };
 
 }  // namespace hsdp::reducer

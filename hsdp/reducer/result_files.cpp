@@ -22,8 +22,7 @@ ResultFiles::ResultFiles(const ReducerOptions& options, const ParameterTable& pa
       memory_(std::move(memory)),
       snapshots_(memory_) {}
 
-// Of this shard rank's slices. They are the result's, but where each replica has its part: then
-// copies of all parts, in memory that it returns.
+// This shard rank's slices: views of the result, or in `copies` if each replica has a part of them.
 std::vector<SnapshotEntry> ResultFiles::snapshot_entries(Buffer& copies) {
   std::vector<SnapshotEntry> entries;
   for (int p = 0; p < parameters_.size(); ++p) {
@@ -74,7 +73,7 @@ Buffer ResultFiles::gather_replica_parts(std::vector<SnapshotEntry>& entries) {
   return copies;
 }
 
-// Points the entries at a copy of their data in the host's memory, which it returns.
+// Copies the entries' data to the host, and returns the memory.
 std::vector<std::byte> ResultFiles::copy_to_host(std::vector<SnapshotEntry>& entries,
                                                  std::vector<SnapshotState>& hop_state) {
   std::vector<ConstTensorView*> views;

@@ -91,7 +91,7 @@ void Results::require_result(std::string_view call) {
   const bool holds = steps_.ledger().holds() == Holds::kResult;
   const Progress progress = steps_.result().progress;
   const bool stands = holds && progress != Progress::kRunning;
-  // A GPU may be about to compute it from what a failed hop left.
+  // A GPU may still compute the result, from what a failed hop left.
   if (stands && progress == Progress::kAgreed) groups_.world.engine()->control().throw_if_failed();
   if (!stands) steps_.check_usable(call);
   if (steps_.ledger().holds() != Holds::kResult) throw no_result(call);
@@ -207,8 +207,8 @@ void Results::read(const TensorView& out, const std::function<void(const TensorV
   const Event computed = caller.record();
   computed.throw_if_failed();
   groups_.world.wait(computed);
-  // Only now: a copy to such memory holds the host up until the stream has come there, and must not
-  // come after this call has thrown.
+  // Not before the wait: the copy blocks the host until the stream reaches it, and must not happen
+  // after this call has thrown.
   copy_bytes(out.data, on_device.data(), out.size_in_bytes(), caller);
   caller.synchronize();
 }
@@ -322,7 +322,7 @@ Event Results::found_inf(TensorView out) {
   }
   auto* const word = static_cast<float*>(out.data);
   if (steps_.ledger().holds() != Holds::kResult) {
-    kernels::CastAndPack zero;  // of no gradient
+    kernels::CastAndPack zero;  // without a gradient
     zero.count = 1;
     zero.out = word;
     zero.out_dtype = Dtype::kF32;
@@ -332,7 +332,7 @@ Event Results::found_inf(TensorView out) {
   const auto indicate = [frozen = steps_.frozen(), &groups = groups_, out, word,
                          result = steps_.shared_result()](Stream& stream) {
     kernels::indicate(result->nonfinite.get(), word, stream);
-    if (groups.on_host()) return;  // where the flag is the whole world's when the step has ended
+    if (groups.on_host()) return;  // the flag is the whole world's there
     frozen->pipeline().hold(result->nonfinite);
     if (groups.world.size() == 1) return;
     if (groups.shard.size() > 1) groups.shard.all_reduce(out, stream);

@@ -1,6 +1,5 @@
-// Reads a Reducer's results and partials: shards, full gradients, found_inf. Also what norms and
-// files read them by. What computes something runs on the Reducer's lane, after everything it has
-// launched.
+// Reads a Reducer's results and partials: shards, full gradients, found_inf; and what norms and
+// files need for that. Computations run on the Reducer's lane, after everything it has launched.
 //
 // Forms that write to memory return an Event. On the host they wait for nothing; the Event throws
 // if the step was dropped or the world failed. On a GPU they wait for the status words and throw
@@ -53,16 +52,16 @@ class Results {
   [[nodiscard]] std::int64_t last_step() const;
   // This rank's slice of what the carry holds.
   [[nodiscard]] TensorView own_slice(int parameter) const;
-  // Runs it on the lane, after what the caller's stream did so far and, on a GPU, before what that
-  // does next.
+  // Runs the task on the lane, after the caller's stream so far and, on a GPU, before its later
+  // work.
   Event run(Scope scope, std::int64_t step, Task task);
-  void run_now(Scope scope, Task task);  // the same; on the host it has run when this returns
-  void await(const Event& done) const;   // on the caller's thread
+  void run_now(Scope scope, Task task);  // the same; on the host it waits for the task
+  void await(const Event& done) const;   // blocks the caller's thread
   // Lets `compute` write to memory of the device, and copies that to `out`, on the host.
   void read(const TensorView& out, const std::function<void(const TensorView&)>& compute);
-  // Waits for the step's result. After a failure the last finished one stays readable.
+  // Waits for the step's result. After a failure the last finished result stays readable.
   void require_result(std::string_view call);
-  // As long as the words are not in, that there will be a result: on a GPU, waits for the words.
+  // UsageError unless there is a result, or will be once the words are in. On a GPU waits for them.
   void expect_result(std::string_view call);
   void require_no_local_sums(std::string_view call) const;
   // UsageError unless a result of `count` elements may be written to `out`.

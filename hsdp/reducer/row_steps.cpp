@@ -61,7 +61,7 @@ void RowSteps::close_complete_step(std::string_view call) {
   if (is_complete()) close_backward(call);
 }
 
-// What comes next is another backward, or another step.
+// Ends the backward: another one follows, or another step.
 void RowSteps::close_backward(std::string_view call) {
   if (backward_ == Backward::kAgreed && !is_alone()) {
     outcome_.fail(std::make_exception_ptr(
@@ -185,10 +185,10 @@ StatusWord RowSteps::word_of(const char* call) const {
   return word;
 }
 
-// Who cannot say its word drops the step.
+// A rank that cannot post its word drops the step.
 RowSteps::Posted RowSteps::post(StatusWord word) {
   judge_own_drop();
-  word.step = step_;  // which that may have changed
+  word.step = step_;  // may have changed
   if (!word.dropped) {
     try {
       word.sections = agreement_.sections();
@@ -210,7 +210,7 @@ Words RowSteps::collect(const Posted& posted) {
   return agreement_.collect(posted.number);
 }
 
-// Throws where the ranks do not agree, or one has dropped the step: nobody has it any more then.
+// Throws if the ranks do not agree, or if one has dropped the step, which all then forget.
 void RowSteps::judge(const Posted& posted) {
   const Words words = collect(posted);
   const bool last_is_cut = is_behind(words, posted.step);
@@ -230,8 +230,8 @@ void RowSteps::judge(const Posted& posted) {
   throw_drop(std::move(*judgement.drop));
 }
 
-// The others may be long in backwards that send nothing. Who goes does not wait for them: a second
-// drop is as good to them without.
+// The other ranks may spend long in backwards that send nothing. A rank that closes does not wait
+// for them: they need no answer to its second drop.
 void RowSteps::judge_own_drop() {
   if (!own_drop_ || is_closed_) return;
   const auto words = agreement_.collect_patiently(own_drop_->number);
@@ -250,14 +250,14 @@ bool RowSteps::is_behind(const Words& words, std::int64_t step) const {
   return agreement_.ended_steps() < step && words.least_step() < step;
 }
 
-// The last word of a step is how it came out, which comes with the first of the next.
+// The outcome of a step comes with the first word of the next one.
 void RowSteps::settle(std::int64_t step) {
   if (agreement_.ended_steps() > step) return;
   outcome_.guard(kNoStep, [&] { static_cast<void>(agreement_.settle(step)); });
   outcome_.rethrow_failure("end of a step");
 }
 
-// What it met is not the next one's.
+// The next step must not see what this one met.
 void RowSteps::end_dropped(std::int64_t step, const std::string& cause) {
   static_cast<void>(sums_.take_nonfinite());
   outcome_.guard(kNoStep, [&] { agreement_.end_step({step, StepOutcome::kDropped, cause}); });
@@ -298,7 +298,6 @@ void RowSteps::fail(std::exception_ptr error) {
   next_step();
 }
 
-// Nothing is kept of the one before.
 void RowSteps::next_step() {
   for (Group& group : groups_) group.row_count = 0;
   ++step_;

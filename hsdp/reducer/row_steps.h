@@ -1,7 +1,5 @@
-// A RowReducer's steps as the caller drives them: which backward of which step this rank is in, the
-// status words, drops and ends [Note: rows of others].
-//
-// Threads: one call at a time.
+// A RowReducer's steps: which backward of which step this rank is in, its status words, drops and
+// ends [Note: rows of others]. One call at a time.
 #pragma once
 
 #include <cstddef>
@@ -26,63 +24,61 @@ namespace hsdp::reducer {
 
 class RowSteps {
  public:
-  // What it refers to outlives it.
+  // All that it refers to outlives it.
   RowSteps(const Groups& ranks, std::vector<std::string> group_names, Outcome& outcome,
            RowSums& sums, std::function<HopOwner*()> hop);
 
-  // Told how each step ends, and asked for a word in each status word.
+  // Adds a section to each status word, and tells `party` how each step ends.
   void add_party(std::weak_ptr<StepParty> party) { agreement_.add_party(std::move(party), 0); }
 
-  // The RowReducer's calls of these names, as far as steps go.
+  // The steps' part of the RowReducer's calls of these names.
   void set_requires_all_reduce(bool flag, std::span<const int> groups);
   [[nodiscard]] bool requires_all_reduce(int group) const {
     return groups_[index(group)].all_reduce;
   }
   void reject(const std::string& message);
   void end_backward();
-  // The same, for who closes or drops the step next: waits for nobody.
+  // The same before the step is closed or dropped: waits for no rank.
   void leave_backward();
   [[nodiscard]] std::vector<int> begin_finish();
   void end_finish();
   void abandon(std::string_view reason) noexcept;
-  // Drops a step that is begun, as its owner goes; waits for no rank. No other call may follow, but
-  // for end_cut_steps().
+  // Drops a step that is begun, without waiting for a rank. Only end_cut_steps() may follow.
   void close(std::string_view reason) noexcept;
 
-  // UsageError where there is no such group.
+  // UsageError for a group that does not exist.
   [[nodiscard]] std::size_t index(int group) const;
-  // Rows of this step are kept of the group.
+  // Whether rows of this step are kept for the group.
   [[nodiscard]] bool keeps(int group) const { return groups_[index(group)].row_count > 0; }
   void count_kept(int group);
   void forget_kept(int group) { groups_[index(group)].row_count = 0; }
   [[nodiscard]] bool begins_step() const { return row_count_ == 0 || is_complete(); }
-  // Where the step's last backward is over, and nothing is left.
+  // Closes the step if its last backward is over and no rows are kept.
   void close_complete_step(std::string_view call);
 
-  // A row is to be reduced.
   void begin_reduce();
-  // It was, with those terms, which all ranks must have.
+  // A row was reduced, with those terms, which must be the same on all ranks.
   void note_row(int group, int shard_size);
-  // Before anything is summed, all ranks must be in the same backward of the same step: ranks that
-  // count differently would add sums of different microbatches.
+  // Checks that all ranks are in the same backward of the same step, before anything is summed:
+  // otherwise sums of different microbatches would be added.
   void agree();
   [[nodiscard]] std::int64_t step() const { return step_; }
-  // Backward passes in a total of the group, of the rank that has most.
+  // Backward passes in a total of the group, on the rank that has most.
   [[nodiscard]] std::int64_t carry_count(int group) const;
 
-  // The world ends with that, inside a backward.
+  // Ends the world with that error of a backward.
   void fail(std::exception_ptr error);
-  // The parties are told of all steps that are begun.
+  // Tells the parties of all steps that are begun.
   void end_cut_steps(const std::string& cause) { agreement_.end_cut_steps(step_, cause); }
 
  private:
   struct Group {
     std::string name;
     bool all_reduce = true;
-    std::int64_t row_count = 0;  // kept
-    std::int64_t most_rows = 0;  // of any rank, with this backward's, once agreed
+    std::int64_t row_count = 0;  // rows kept
+    std::int64_t most_rows = 0;  // the most of any rank, with this backward's; known once agreed
   };
-  // kAgreed once all ranks know that it goes over the replicas.
+  // kAgreed: all ranks know that it goes over the replicas.
   enum class Backward : std::uint8_t { kNothingReduced, kAgreed, kOver };
   struct Posted {
     std::int64_t number = 0;
@@ -98,7 +94,7 @@ class RowSteps {
   [[nodiscard]] Words collect(const Posted& posted);
   void judge(const Posted& posted);
   void judge_own_drop();
-  // A rank has not ended the step before that one, and will not any more.
+  // Whether a rank has not ended the step before that one, and never will.
   [[nodiscard]] bool is_behind(const Words& words, std::int64_t step) const;
   void settle(std::int64_t step);
   void end_dropped(std::int64_t step, const std::string& cause);
@@ -108,14 +104,14 @@ class RowSteps {
   // Whether a step's last backward is over with this call.
   [[nodiscard]] bool end_last_backward();
   void post_calls();
-  // Before anybody uses the totals.
+  // Before the totals are used.
   void compare_calls(std::int64_t step, std::string_view act);
 
   const Groups& ranks_;
   std::vector<Group> groups_;
   Outcome& outcome_;
   RowSums& sums_;
-  std::function<HopOwner*()> hop_;  // null: this rank is alone, or let go of it
+  std::function<HopOwner*()> hop_;  // returns null without replicas, or after it was let go
   StepAgreement agreement_;
 
   std::int64_t step_ = 0;

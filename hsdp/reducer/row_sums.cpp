@@ -13,7 +13,7 @@ StridedView flat(const TensorView& view) {
   return {view.data, view.dtype, view.device, {view.count}, {}};
 }
 
-// out = (kept +) row in fp32; each may be missing.
+// out = kept + row in fp32; either may be missing.
 void sum_row(const TensorView& kept, const TensorView& row, const TensorView& out,
              const Stream& stream) {
   if (kept.data == nullptr && row.data == out.data && row.data != nullptr) return;
@@ -29,7 +29,7 @@ void sum_row(const TensorView& kept, const TensorView& row, const TensorView& ou
   kernels::cast_and_pack(args, stream);
 }
 
-// As far as the device can tell.
+// False if the device cannot tell.
 bool is_complete(const Event& event) {
   try {
     return event.complete();
@@ -92,7 +92,7 @@ void RowSums::drain() noexcept {
       ranks_.world.wait(event);
     } catch (...) {
       if (!error) error = std::current_exception();
-      if (!is_complete(event)) break;  // a GPU that hangs: nor will the rest
+      if (!is_complete(event)) break;  // the GPU hangs: nor will the others
     }
   }
   if (error) outcome_.fail(std::move(error));

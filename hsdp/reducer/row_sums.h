@@ -1,7 +1,6 @@
-// The fp32 sums of rows that a RowReducer keeps by group, and what it has enqueued on its callers'
-// streams: when that is done, and whether a value in it was not finite.
-//
-// Threads: one call at a time. On the host everything is done when a call returns.
+// The fp32 sums of rows that a RowReducer keeps by group. Knows when the work on its callers'
+// streams is done, and whether it met a non-finite value. One call at a time. On the host every
+// call completes before it returns.
 #pragma once
 
 #include <atomic>
@@ -24,23 +23,24 @@ class RowSums {
   // `outcome` outlives it.
   RowSums(const Groups& ranks, std::size_t group_count, Outcome& outcome);
 
-  // The group's sum = (the sum, where it `adds` to one, +) row.
+  // The group's sum = row, plus the sum so far if it `adds`.
   void keep(std::size_t group, const TensorView& row, bool adds, Stream stream);
-  // total = (the group's sum, where it `adds` to one, +) row, which may be without data. After all
-  // that was enqueued before, on whatever streams.
+  // total = row, plus the group's sum if it `adds`. The row may be without data. Comes after all
+  // earlier work, on any stream.
   void add_up(std::size_t group, const TensorView& row, bool adds, const TensorView& total,
               Stream& stream);
-  // What the hop still does with a total.
+  // Notes the event of the hop's work on a total.
   void follow(const Event& hop, Stream& stream);
-  // Nothing more of this total is enqueued.
+  // No more work on this total will be enqueued.
   void close_total(std::size_t group, Stream& stream);
 
   [[nodiscard]] std::atomic<std::uint32_t>* nonfinite() { return nonfinite_.get(); }
-  // Waits until all of it is done. Throws what has ended the world, which may be an error of it.
+  // Waits until all work is done. Throws what has ended the world, which may be an error of that
+  // work.
   void wait();
-  // The same after the world's end too, before the memory goes.
+  // The same even after the world's end, before the memory is freed.
   void drain() noexcept;
-  // And says whether a value was not finite since it was last asked.
+  // Waits, and returns whether a value was not finite since the last call.
   [[nodiscard]] bool take_nonfinite();
 
   void release(std::size_t group) { sums_[group].memory = {}; }  // after wait()
@@ -49,15 +49,15 @@ class RowSums {
  private:
   struct Sum {
     Buffer memory;
-    Event written;  // or read, on whatever stream
+    Event written;  // or read, on any stream
   };
 
   Groups ranks_;
   Outcome& outcome_;
   std::vector<Sum> sums_;
   Flag nonfinite_;
-  Event totals_;                  // what was enqueued of them so far
-  std::vector<Event> late_hops_;  // to be asked for their errors, on a GPU
+  Event totals_;                  // the work on totals so far
+  std::vector<Event> late_hops_;  // on a GPU: their errors are read later
 };
 
 }  // namespace hsdp::reducer

@@ -27,7 +27,7 @@ void require_same_calls(const Groups& groups, HopOwner* hop, StepAgreement& agre
   if (shard_differs) Communicator(groups.shard).compare_calls(key);
   if (hop_differs) hop->compare_calls(key);
   if (!shard_differs && !hop_differs) return;
-  // The first difference is of so long ago that it is not kept, or of the last calls.
+  // The first difference is too old to be kept, or lies in the last calls.
   agreement.end_world(
       {.kind = comm::FailureKind::kMismatch,
        .message = "reducer: expected the same collectives of its buckets or rows on every rank in "

@@ -1,5 +1,5 @@
-// Whether all ranks have made the same planned calls for their buckets or rows, which are compared
-// nowhere else [Note: planned calls].
+// Checks that all ranks have made the same planned calls for their buckets or rows, which no other
+// part compares [Note: planned calls].
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,12 @@
 
 namespace hsdp::reducer {
 
-// What this rank has called on its shard group and, where it has one, on its hop's groups.
+// The calls of this rank on its shard group and on its hop's groups, if it has a hop.
 [[nodiscard]] std::string calls_of(const Groups& groups, const HopOwner* hop);
 
-// Given that text of all ranks, in their order: ends the world and throws where those of the shard
-// group or of the same shard differ. Collective, before the step's result is known to be one.
+// Collective. `calls`: that text of all ranks, in their order. Ends the world and throws if those
+// of the shard group, or of the ranks with the same shard, differ. Called before the result is
+// valid.
 void require_same_calls(const Groups& groups, HopOwner* hop, StepAgreement& agreement,
                         std::int64_t step, const std::vector<std::string>& calls);
 

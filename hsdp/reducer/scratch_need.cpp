@@ -10,7 +10,7 @@
 namespace hsdp::reducer {
 namespace {
 
-// Words of norms, factors and flags that are under way, and small sums of the engine's.
+// For norms, factors and flags under way, and small sums of the engine.
 constexpr std::size_t kWords = 64;
 
 }  // namespace

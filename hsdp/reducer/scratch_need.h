@@ -1,4 +1,4 @@
-// The scratch that a Reducer's tasks take at once, so that a step finds it reserved.
+// The scratch that a Reducer's tasks take, which is reserved before the first step.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace hsdp::reducer {
 
-// In bytes, of one rank: one task at a time, on one device.
+// In bytes, of one rank, whose tasks run one at a time.
 [[nodiscard]] std::size_t scratch_need(const ParameterTable& parameters, const BucketLayout& layout,
                                        int slice_rank, Device device);
 

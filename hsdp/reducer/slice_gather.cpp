@@ -39,13 +39,13 @@ void gather_direct(Communicator& group, const CutArray& one, CallLabel label, St
                    one.cut, label);
 }
 
-// Of a unit of so many bytes: what a cache holds, or what links want.
+// The message size for units of that many bytes: what a cache holds, or on a GPU what links need.
 std::int64_t message_size(std::int64_t unit_bytes, DeviceType device) {
   const std::int64_t most = std::int64_t{device == DeviceType::kHost ? 4 : 32} << 20;
   return std::min(unit_bytes, most);
 }
 
-// How much of each row that has not ended at `begin` a message takes.
+// The part that a message takes of each row that goes on at `begin`.
 std::int64_t window_of(std::span<const std::int64_t> lengths, std::int64_t begin,
                        std::int64_t message_bytes) {
   constexpr std::int64_t kAligned = 64;
@@ -195,7 +195,7 @@ std::vector<FullArray> full_arrays(std::span<const ParameterSpec> parameters,
 
 std::vector<GatherUnit> gather_units(const BucketLayout& layout, std::span<const FullArray> arrays,
                                      std::int64_t unit_bytes) {
-  std::vector<GatherUnit> parts;               // that may not be divided
+  std::vector<GatherUnit> parts;               // indivisible
   std::unordered_map<int, std::size_t> joins;  // bucket -> its part
   for (const FullArray& full : arrays) {
     if (full.array.count == 0) continue;
@@ -205,7 +205,7 @@ std::vector<GatherUnit> gather_units(const BucketLayout& layout, std::span<const
     parts[part].push_back(full);
   }
   std::vector<GatherUnit> units;
-  std::size_t small = 0;  // the unit that takes small ones, in the place of its first
+  std::size_t small = 0;  // the unit that takes small arrays
   std::int64_t small_bytes = unit_bytes;
   for (GatherUnit& part : parts) {
     const std::int64_t bytes = bytes_of(part);

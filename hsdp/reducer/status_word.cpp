@@ -15,8 +15,8 @@ namespace {
 
 struct Field {
   std::string name;
-  std::string remedy{};                                       // where it is not that of all fields
-  std::function<std::string(const std::string&)> shown = {};  // of what was said
+  std::string remedy{};                                       // empty: that of all fields
+  std::function<std::string(const std::string&)> shown = {};  // the text for errors
 };
 
 constexpr const char* kPartyRemedy =
@@ -24,7 +24,7 @@ constexpr const char* kPartyRemedy =
 constexpr const char* kDigestRemedy =
     "give it the same settings and make the same calls on every rank (# is a digest of more that "
     "has to be the same)";
-// Most callers have said `last`.
+// Most callers pass `last`.
 constexpr const char* kSyncRemedy =
     "give the same last= (True is sync 'all', False 'shard' or 'none') or the same sync= on every "
     "rank; ranks with different numbers of batches need hsdp.uneven, or has_batch in C++";
@@ -80,7 +80,7 @@ std::string count_text(const std::string& count_by) {
   return by == CountBy::kNothing ? "nothing" : by == CountBy::kBatches ? "batches" : "tokens";
 }
 
-// Places of a Saying. Sections come last.
+// Indices of a Saying. Sections come last.
 enum Place : std::size_t {
   kCall,
   kStep,
@@ -94,7 +94,7 @@ enum Place : std::size_t {
   kFirstSection,
 };
 
-// And of its largest numbers: the earliest step, as -step, then kGroupNumbers of each group.
+// Indices of its largest numbers: the earliest step, as -step, then kGroupNumbers per group.
 constexpr std::size_t kFirstGroupNumber = 1;
 constexpr std::size_t kGroupNumbers = 4;
 
@@ -103,7 +103,7 @@ const comm::Agreement::Place& place_of(const comm::Agreement& words, std::size_t
   return place < words.places.size() ? words.places[place] : kNobody;
 }
 
-// What the lowest rank that says something there says.
+// The text of the lowest rank that has one at that index.
 const std::string& first_in(const comm::Agreement& words, std::size_t place) {
   return words.places.at(place).said.front().text;
 }
@@ -113,7 +113,7 @@ struct Comparison {
   std::span<const int> ranks;
   const WordNames& names;
 
-  // The failure of the ranks whose value in that place is not that of most.
+  // The failure of the ranks that differ from most at that index.
   [[nodiscard]] std::optional<comm::Failure> of(const Field& field, std::size_t place) const;
   [[nodiscard]] std::optional<comm::Failure> of_syncs() const;
   [[nodiscard]] std::optional<comm::Failure> of_fields() const;
@@ -127,11 +127,11 @@ std::optional<comm::Failure> Comparison::of(const Field& field, std::size_t plac
   if (std::ranges::adjacent_find(values, std::not_equal_to()) == values.end()) return std::nullopt;
   std::map<std::string, int> votes;
   for (std::size_t i = 0; i < said.size(); ++i) votes[values[i]] += said[i].count;
-  // Among equals the lowest rank's.
+  // Ties go to the lowest rank.
   const std::string& expected = *std::ranges::max_element(
       values, {}, [&](const std::string& value) { return votes.at(value); });
   comm::Failure failure{comm::FailureKind::kMismatch, {}, {}};
-  std::map<std::ptrdiff_t, std::string> others;  // by place in the group
+  std::map<std::ptrdiff_t, std::string> others;  // by rank in the group
   for (std::size_t i = 0; i < said.size(); ++i) {
     if (values[i] == expected) continue;
     for (const int rank : said[i].ranks) {
@@ -177,7 +177,7 @@ std::optional<comm::Failure> Comparison::of_fields() const {
   return of_syncs();
 }
 
-// At most that many bytes, without half a character of UTF-8 at the end.
+// Cuts the text without splitting a UTF-8 character.
 std::string cut_text(const std::string& text, std::size_t max_bytes) {
   if (text.size() <= max_bytes) return text;
   std::size_t size = max_bytes;
@@ -244,7 +244,7 @@ StatusWord Words::fields() const {
   word.divide_factor = number(first_in(all, kDivideFactor));
   word.loss_scale = number(first_in(all, kLossScale));
   word.count_by = static_cast<CountBy>(std::stoi(first_in(all, kCountBy)));
-  // Where some rank sends nothing, of one that does.
+  // Of a rank that sends, if there is one.
   std::string syncs;
   for (const auto& said : all.places[kSyncs].said) {
     if (syncs.empty()) syncs = said.text;

@@ -68,7 +68,7 @@ bool StepAgreement::has_state() const {
                              [](const auto& p) { return p.party && p.party->has_state(); });
 }
 
-// Those who are gone on every rank: from here on no word has a section for them.
+// Forgets parties that are gone on every rank: later words have no section for them.
 void StepAgreement::forget_gone(const Words& words) {
   const std::scoped_lock lock(mutex_);
   for (std::size_t i = parties_.size(); i-- > 0;) {
@@ -98,7 +98,7 @@ Words StepAgreement::collect(std::int64_t number) {
 }
 
 std::optional<Words> StepAgreement::collect_patiently(std::int64_t number) {
-  constexpr std::chrono::milliseconds kBetweenLooks{100};  // at whether to give up
+  constexpr std::chrono::milliseconds kBetweenLooks{100};  // whether to give up
   while (std::chrono::steady_clock::now() < give_up_.load()) {
     auto all = world_.collect_within(key("word", number), names_.waiting, kBetweenLooks);
     if (all) return words_of(number, std::move(*all));
@@ -140,8 +140,8 @@ StepAgreement::Judgement StepAgreement::judge(const Words& words) {
   return judgement;
 }
 
-// All ranks judge the same words, so all of them ask each other here, but for one that dropped the
-// step and does not look at words yet: for it nobody waits long.
+// All ranks judge the same words, so all exchange details here, except a rank that dropped the step
+// and reads no words yet; the others wait only shortly for it.
 comm::Failure StepAgreement::explain(Mismatch mismatch, const Words& words,
                                      const WordNames& names) {
   constexpr std::chrono::seconds kPatience{5};
@@ -165,7 +165,7 @@ comm::Failure StepAgreement::explain(Mismatch mismatch, const Words& words,
       show_details(shown, place, *all);
       if (auto found = find_mismatch(shown, world_.world_ranks(), names)) return found->failure;
     }
-  } catch (const Error&) {  // the mismatch matters more
+  } catch (const Error&) {  // the mismatch is more important
   }
   return mismatch.failure;
 }

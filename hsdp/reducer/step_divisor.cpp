@@ -74,7 +74,7 @@ void StepDivisor::set_loss_scale(double scale, bool pending) {
 
 void StepDivisor::add_tokens(std::int64_t count, bool within_step) {
   constexpr std::string_view kWhere = "reducer: divide_by_tokens";
-  constexpr std::int64_t kMost = std::int64_t{1} << 53;  // that fp64 counts one by one
+  constexpr std::int64_t kMost = std::int64_t{1} << 53;  // up to which fp64 is exact
   if (count < 0 || count > kMost) {
     throw UsageError({.where = std::string(kWhere),
                       .expected = "a number of tokens from 0 to 2^53",

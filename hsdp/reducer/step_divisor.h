@@ -1,5 +1,5 @@
 // What a step's sum is divided by: f, which is set, counted, or follows from the hops that run, and
-// the loss scale s. Belongs to a StepLedger, which knows when each call may come.
+// the loss scale s. A StepLedger owns it and checks when each call may come.
 #pragma once
 
 #include <cstdint>
@@ -13,30 +13,30 @@ class StepDivisor {
  public:
   StepDivisor(int shard_size, int replicate_size, DivideBy divide_by);
 
-  // UsageError for what does not go together in a step, or comes too late. `begun`: a step is;
-  // `pending`: it has microbatches.
+  // UsageErrors for values that are impossible, contradict each other within a step, or come too
+  // late. `begun`: a step has begun; `pending`: it has microbatches.
   void set_factor(std::optional<double> factor, bool begun);
   void set_loss_scale(double scale, bool pending);
-  // For the next microbatch's count. `within_step`: the step has microbatches already.
+  // Adds to the next microbatch's count. `within_step`: the step already has microbatches.
   void add_tokens(std::int64_t count, bool within_step);
-  // Until the step ends the factor stands: a hop divides by it.
+  // Fixes the factor until the step ends, as a hop divides by it.
   void fix() { stands_ = true; }
 
   void begin_step();
-  // Counts a microbatch that begins.
+  // Counts a microbatch at its beginning.
   void count(std::optional<bool> has_batch, bool is_window);
-  // Whether the microbatch that begins has no count of tokens, in a step that has them.
+  // Whether the step counts tokens, but the next microbatch has no count yet.
   [[nodiscard]] bool lacks_tokens() const { return count_by_ == CountBy::kTokens && !next_tokens_; }
-  // What a plan says of the step, and what it divides by after that many microbatches.
+  // Put into a plan what it says about the step, and its divisor after that many microbatches.
   void put_in(MicrobatchPlan& plan) const;
   void put_in(MicrobatchPlan& plan, std::int64_t microbatches) const;
   void end(const MicrobatchPlan& plan, std::int64_t microbatches);
   void drop();
 
   [[nodiscard]] CountBy count_by() const { return factor_ ? CountBy::kNothing : count_by_; }
-  // Whether the step's factor is known only when its last microbatch is.
+  // Whether the step's factor is unknown before its last microbatch.
   [[nodiscard]] bool is_late(std::optional<bool> has_batch) const;
-  // Of so many microbatches, those that a counted factor leaves a sum.
+  // Of that many microbatches, the number whose sum a counted factor leaves undivided.
   [[nodiscard]] std::int64_t summed(std::int64_t microbatches) const;
   [[nodiscard]] bool averages_microbatches() const {
     return divide_by_ == DivideBy::kRanksMicrobatches;
@@ -47,7 +47,7 @@ class StepDivisor {
   [[nodiscard]] double loss_scale() const { return loss_scale_; }
 
  private:
-  // Of so many microbatches, those that the default factor makes the mean of.
+  // Of that many microbatches, the number over which the default factor averages.
   [[nodiscard]] std::int64_t averaged(std::int64_t microbatches) const;
 
   int shard_size_;

@@ -1,7 +1,6 @@
-// Where a step stands: which calls may come, what the next microbatch does, and how many are summed
-// where. Pure: it knows no memory, no ranks and no streams. Not thread-safe.
-//
-// [Note: states of a Reducer] draws the states.
+// The state of a step: which calls may come, what the next microbatch does, and how many
+// microbatches are in which sums [Note: states of a Reducer]. Pure: knows no memory, ranks or
+// streams. Not thread-safe.
 #pragma once
 
 #include <atomic>
@@ -17,7 +16,7 @@ namespace hsdp::reducer {
 
 class StepLedger {
  public:
-  // `replica_dtype`: for its plans; none: the shard hop's.
+  // `replica_dtype`: for its plans; none: as on the shard hop.
   StepLedger(int shard_size, int replicate_size, std::optional<Dtype> replica_dtype = {},
              DivideBy divide_by = DivideBy::kRanks);
 
@@ -28,48 +27,47 @@ class StepLedger {
   [[nodiscard]] Phase phase() const { return phase_; }
   [[nodiscard]] Holds holds() const { return holds_; }
   [[nodiscard]] bool pending() const { return holds_ == Holds::kPending; }
-  // UsageError naming `call` and the remedy.
+  // UsageErrors that name `call`.
   void require_idle(std::string_view call) const;
   void require_collecting(std::string_view call) const;
 
-  // From here on there are that many groups of parameters, all flags on but those set before.
+  // Sets the number of groups of parameters. New groups have all flags on.
   void set_group_count(int count);
-  // `group`: all of them when absent. As in FSDP2 gradient sync sets the all-reduce flag too.
+  // Without `group`, of all groups. As in FSDP2, gradient sync also sets the all-reduce flag.
   void set_requires_gradient_sync(bool flag, std::optional<int> group);
   void set_requires_all_reduce(bool flag, std::optional<int> group);
   void set_gradient_divide_factor(std::optional<double> factor);
-  // From here to the step's end the factor stands: a hop divides by it.
+  // Fixes the factor until the step's end, as a hop divides by it.
   void fix_divide_factor() { divisor_.fix(); }
   void set_loss_scale(double scale);
-  // What this rank adds to the next microbatch's count, which then divides.
+  // Adds to the next microbatch's count of tokens, which becomes the divisor.
   void divide_by_tokens(std::int64_t count);
 
   // What last = false means: kShard, or kNone.
   void set_partial_sync(Sync sync);
   [[nodiscard]] Sync partial_sync() const { return partial_sync_; }
 
-  // The sync of each group: an explicit one, else by the flags and `last` [Note: which sync].
-  // UsageError when they contradict each other; nothing has changed then.
+  // The sync of each group: the given one, else by the flags and `last` [Note: which sync].
+  // UsageError if they contradict each other.
   [[nodiscard]] std::vector<Sync> sync_of(const MicrobatchOptions& options) const;
   [[nodiscard]] std::vector<Sync> sync_of(const WindowOptions& options) const;
-  // What else a microbatch may not be, which a caller could not mean. UsageError where it says
-  // neither `last` nor `sync`, with flags that nobody has set, and would begin a step over a result
-  // that nobody has read; and where others of its step were counted by tokens.
+  // Refuses microbatches that cannot be meant. UsageError for one without `last`, `sync` or flags
+  // that were set, if it would begin a step while the last result was not read; and for one without
+  // a count of tokens in a step that has counts of tokens.
   void require_meant(const MicrobatchOptions& options) const;
-  // The result was read, or is not wanted.
   void note_read() { is_read_ = true; }
   void forget_result();
   // Begins a step before its first microbatch. UsageError while one is pending.
   void begin_step();
-  // A step is begun, and has neither ended nor been dropped.
+  // Whether a step has begun and has neither ended nor been dropped.
   [[nodiscard]] bool begun() const { return begun_; }
-  // The last step that began was dropped.
+  // Whether the last step that began was dropped.
   [[nodiscard]] bool dropped() const { return dropped_; }
-  // Opens a microbatch; the first one of a step begins the step, unless begin_step() has.
+  // Opens a microbatch. The first one of a step begins the step, unless begin_step() has.
   [[nodiscard]] MicrobatchPlan begin(const std::vector<Sync>& sync, const Intake& intake = {},
                                      std::optional<bool> has_batch = {});
-  // The same as a window, which is one microbatch. Microbatches inside of it only delimit, and
-  // flags that are set there are undone at its end.
+  // Opens a window, which is one microbatch. Microbatches inside it only delimit passes. Its end
+  // restores the flags.
   [[nodiscard]] MicrobatchPlan begin_window(const std::vector<Sync>& sync, const Intake& intake,
                                             std::optional<bool> has_batch = {});
   [[nodiscard]] bool in_window() const {
@@ -77,35 +75,35 @@ class StepLedger {
   }
   void begin_inside();
   void end_inside();
-  // UsageError unless a window is open, with no microbatch open in it. A window whose step was
-  // dropped inside of it lasts until it is left: every call is refused until then.
+  // UsageError unless a window is open without an open microbatch. After a drop inside a window
+  // every call is refused until the window is left.
   void require_window_end() const;
   void leave_dropped_window();
-  // Opens what completes a pending step without fresh gradients.
+  // Opens a finish, which completes a pending step without fresh gradients.
   [[nodiscard]] MicrobatchPlan begin_finish();
-  // What a discard or a drop says about the step.
+  // The plan by which a discard or a drop describes the step.
   [[nodiscard]] MicrobatchPlan plan_of_step() const;
-  // Closes what that plan opened; its sums count.
+  // Closes the microbatch or finish of that plan, and counts its sums.
   void end(const MicrobatchPlan& plan);
-  // Backward passes of a window that are a microbatch each in the mean.
+  // Whether each backward pass of the open window counts as a microbatch in the mean.
   [[nodiscard]] bool counts_passes() const {
     return in_window() && divisor_.averages_microbatches();
   }
-  // Forgets the step: pending, open, or ended on this rank before another one dropped it.
+  // Forgets the step, also one that this rank has ended before another rank dropped it.
   void drop();
   void close() { phase_ = Phase::kClosed; }
 
   struct Group {
     std::int64_t local_count = 0;  // microbatches in the local sums
     std::int64_t carry_count = 0;  // microbatches in the carry
-    bool has_total = false;        // of replica sums
-    bool counts_differ = false;    // between ranks, of local_count
+    bool has_total = false;        // there is a replica-summed total
+    bool counts_differ = false;    // ranks may have different local_counts
   };
   [[nodiscard]] const std::vector<Group>& groups() const { return groups_; }
   [[nodiscard]] bool has_local_sums() const;
   [[nodiscard]] std::int64_t microbatch() const { return microbatch_; }  // of the step
-  // What the carry that can be read was, or is to be, divided by: f and s. Where it is counted f
-  // follows from these.
+  // The f and s by which the readable carry was, or will be, divided. A counted f is known
+  // elsewhere.
   [[nodiscard]] double divide_factor() const {
     return pending() ? divisor_.partial_factor(microbatch_) : divisor_.result_factor();
   }
@@ -117,8 +115,8 @@ class StepLedger {
 
   struct Counts {
     std::int64_t microbatches = 0;
-    std::int64_t steps = 0;        // finished ones
-    std::int64_t begun_steps = 0;  // dropped ones too
+    std::int64_t steps = 0;        // finished
+    std::int64_t begun_steps = 0;  // dropped ones included
   };
   [[nodiscard]] Counts counts() const { return {microbatch_total_, step_total_, step_ + 1}; }
 
@@ -143,7 +141,7 @@ class StepLedger {
   int replicate_size_;
   std::optional<Dtype> replica_dtype_;
   StepDivisor divisor_;
-  std::atomic<Phase> phase_ = Phase::kIdle;  // any thread may ask for it
+  std::atomic<Phase> phase_ = Phase::kIdle;  // any thread may read it
   std::atomic<Window> window_ = Window::kNone;
   Holds holds_ = Holds::kNothing;
   Sync partial_sync_ = Sync::kShard;
@@ -151,8 +149,8 @@ class StepLedger {
   std::vector<Flags> flags_before_window_;
   std::vector<Group> groups_ = std::vector<Group>(1);
   bool flags_were_set_ = false;
-  bool is_read_ = false;      // the result
-  bool lost_unread_ = false;  // one, when the step began
+  bool is_read_ = false;      // the result was
+  bool lost_unread_ = false;  // a result was lost unread when the step began
   bool begun_ = false;
   bool dropped_ = false;
   std::int64_t step_ = -1;

@@ -98,7 +98,7 @@ Steps::~Steps() {
   if (groups_.on_host()) return;
   try {
     groups_.world.wait(caller_.record());  // which may still read a result
-  } catch (...) {                          // the caller's own error
+  } catch (...) {                          // of the caller
   }
 }
 
@@ -111,7 +111,7 @@ void Steps::close() {
   try {
     groups_.world.wait(frozen_->collector().packed());
     frozen_->pipeline().wait_idle();
-  } catch (const Error&) {  // the world's end, which every other call says
+  } catch (const Error&) {  // the world's end, which every other call throws
     frozen_->pipeline().drain();
   }
   end_cut_steps();
@@ -190,7 +190,7 @@ void Steps::add_party(std::weak_ptr<StepParty> party) {
                       .got = "one while a step is begun",
                       .remedy = "call it before the step's first microbatch"});
   }
-  // The end of the last step may still be on its way, to those who took part in it.
+  // Earlier parties may still have to be told how the last step ended.
   agreement_.add_party(std::move(party), ledger_.counts().begun_steps);
 }
 
@@ -245,8 +245,8 @@ void Steps::require_idle(std::string_view call) {
   ledger_.require_idle(call);
 }
 
-// Repeats the failure that ended the Reducer. Kept gradients are let go first: their memory is the
-// caller's again once this throws.
+// Repeats the failure that ended the Reducer. Releases kept gradients first, as the caller may free
+// their memory once this throws.
 void Steps::raise_failure(std::string_view call) {
   try {
     outcome_.rethrow_failure(call);
@@ -259,7 +259,7 @@ void Steps::raise_failure(std::string_view call) {
   }
 }
 
-// Raises a step that another rank dropped, once; this rank is idle and usable after it.
+// Throws, once, that another rank dropped the step. After it this rank is idle and usable.
 void Steps::raise_drop() {
   if (std::optional<Drop> drop = outcome_.take_drop()) {
     forget_step(drop->by);
@@ -281,7 +281,7 @@ void Steps::begin_microbatch(const MicrobatchOptions& options) {
   ledger_.require_idle("begin_microbatch");
   prepare();
   const std::vector<Sync> sync = ledger_.sync_of(options);
-  // How a step ended is known before the next one begins; within a step nobody waits here.
+  // A step begins only once the end of the last one is known. Within a step this does not wait.
   if (!ledger_.begun()) wait_for_words();
   require_meant(options);
   require_known_factor(sync, options.has_batch);
@@ -292,7 +292,7 @@ void Steps::begin_microbatch(const MicrobatchOptions& options) {
   open(ledger_.begin(sync, intake, options.has_batch), sums_dtype(std::nullopt));
 }
 
-// The other ranks are not left waiting: they hear that the step is dropped.
+// Drops the step on an error, so that the other ranks do not wait.
 void Steps::require_meant(const MicrobatchOptions& options) {
   try {
     ledger_.require_meant(options);
@@ -303,7 +303,7 @@ void Steps::require_meant(const MicrobatchOptions& options) {
   }
 }
 
-// A hop that divides as it goes needs the factor of the whole step.
+// A hop that divides what it sends needs the factor of the whole step.
 void Steps::require_known_factor(const std::vector<Sync>& sync, std::optional<bool> has_batch) {
   const auto groups = std::ranges::count(sync, Sync::kAll);
   if (groups == 0 || groups == std::ssize(sync)) return;
@@ -339,7 +339,7 @@ void Steps::begin_window(const WindowOptions& options) {
   open(ledger_.begin_window(sync, intake, options.has_batch), dtype);
 }
 
-// Of the local sums that are pending, else the one that was asked for.
+// That of pending local sums, else the one asked for.
 AccumulateDtype Steps::sums_dtype(std::optional<AccumulateDtype> asked) const {
   if (!ledger_.has_local_sums()) return asked.value_or(options_.accumulate_dtype);
   const AccumulateDtype now = frozen_->memory().accumulate_dtype();
@@ -365,13 +365,13 @@ void Steps::open(MicrobatchPlan plan, AccumulateDtype sums_dtype) {
     plan.result = result_;
     const bool divides_first = ask_for_means(plan) && plan.count_by != CountBy::kNothing;
     plan.packs_late = (plan.counts_differ && frozen_->sends_f16()) || divides_first;
-    // The exponents of a plain microbatch, too, are those of the local sums before it.
+    // A plain microbatch also has the exponents of the local sums before it.
     const bool is_handed_over = plan.intake.counts_differ && !plan.intake.adds;
     plan.intake.adds = plan.intake.adds || (plan.packs_late && !is_handed_over);
     plan_ = std::make_shared<const MicrobatchPlan>(std::move(plan));
     provide_memory();
     order_packs();
-  } catch (const std::exception& error) {  // no memory
+  } catch (const std::exception& error) {  // for lack of memory
     if (ledger_.phase() == Phase::kCollecting) drop(error.what());
     throw;
   }
@@ -401,7 +401,7 @@ bool Steps::ask_for_means(MicrobatchPlan& plan) {
   return std::ranges::count(means_, 1) > 0;
 }
 
-// Some of which this rank may not get.
+// Allocates what the microbatch needs; throws if that fails.
 void Steps::provide_memory() {
   GradientMemory& memory = frozen_->memory();
   if (plan_->has(Sync::kNone) || plan_->intake.adds) {
@@ -411,7 +411,7 @@ void Steps::provide_memory() {
   if (plan_->has(Sync::kAll) && !plan_->ends_step()) memory.require_totals();
 }
 
-// Packs come after whatever still uses what they write to.
+// Orders packs after everything that still uses the memory they write to.
 void Steps::order_packs() {
   BucketPipeline& pipeline = frozen_->pipeline();
   Collector& collector = frozen_->collector();
@@ -426,7 +426,7 @@ void Steps::order_packs() {
     }
     if (std::exchange(zeros_sent_, false)) collector.wait_for(pipeline.done());
   }
-  // Results of the last step are read before the carry changes: hops come after packs.
+  // Hops come after packs, so results of the last step are read before the carry changes.
   collector.wait_for(caller_.record());
 }
 
@@ -499,7 +499,7 @@ void Steps::end_window(std::int64_t backwards) {
                                                       "counted in a window that adds gradients up",
                         .got = std::to_string(backwards)});
     }
-    end(std::max<std::int64_t>(backwards, 1));  // who has none still takes part
+    end(std::max<std::int64_t>(backwards, 1));  // a rank without passes still takes part
   } catch (const std::exception& error) {
     leave_window(error.what());
     throw;
@@ -530,7 +530,7 @@ void Steps::end(std::int64_t backwards) {
   }
 }
 
-// Sends nothing and says nothing: the next word's microbatch number covers it.
+// Posts no word: the next word's microbatch number covers this microbatch.
 void Steps::close_local(std::int64_t backwards) {
   Collector& collector = frozen_->collector();
   collector.fill_holes();
@@ -544,7 +544,7 @@ void Steps::close_local(std::int64_t backwards) {
   ledger_.end(*plan_);
 }
 
-// Each gradient is the sum of so many passes. Where an f16 wire needs the counts, nothing has been
+// Each gradient is the sum of that many passes. If an f16 wire needs the counts, nothing has been
 // packed yet.
 void Steps::count_backwards(std::int64_t backwards) {
   if (!plan_->intake.counts_differ || !plan_->fresh) return;
@@ -560,8 +560,8 @@ void Steps::count_backwards(std::int64_t backwards) {
   frozen_->collector().set_counts_of(plan_);
 }
 
-// Ranks may count differently, and an f16 wire needs the exponents of the rank that counts most: it
-// waits for their words. What does not agree in them is found when the step ends.
+// Ranks may have different counts, and an f16 wire needs the exponents for the largest: waits for
+// all words. Their mismatches are found when the step ends.
 std::optional<Words> Steps::raise_counts(std::int64_t word) {
   if (!plan_->packs_late) return std::nullopt;
   std::optional<Words> words;
@@ -596,8 +596,8 @@ void Steps::close_and_send(const char* call, std::int64_t backwards) {
     std::rethrow_exception(fault);
   }
   raise_drop();
-  // The word goes out before the packs are done, so that peers in another sync mode find out while
-  // this rank still waits for them.
+  // The word goes out before the packs are done, so that peers in another sync mode learn of the
+  // mismatch while this rank waits for them.
   count_backwards(backwards);
   const std::int64_t word = post(word_of(call, *plan_));
   const std::optional<Words> words = raise_counts(word);
@@ -632,7 +632,7 @@ StatusWord Steps::word_of(const char* call, const MicrobatchPlan& plan) const {
   return word;
 }
 
-// Who cannot say its word drops the step.
+// A rank that cannot post its word drops the step.
 std::int64_t Steps::post(StatusWord word) {
   try {
     word.sections = agreement_.sections();
@@ -648,7 +648,7 @@ void Steps::abandon(std::string_view reason) noexcept {
   try {
     raise_failure("abandon_step");
     if (ledger_.begun()) drop(std::string(reason));
-  } catch (...) {  // the caller's own exception matters more; a failure repeats at the next call
+  } catch (...) {  // the caller has an exception already; the next call repeats the failure
     if (!outcome_.failed()) outcome_.fail(std::current_exception());
   }
   if (ledger_.phase() == Phase::kCollecting) ledger_.drop();
@@ -658,7 +658,7 @@ void Steps::abandon(std::string_view reason) noexcept {
 void Steps::drop(const std::string& reason) {
   Collector& collector = frozen_->collector();
   BucketPipeline& pipeline = frozen_->pipeline();
-  // What is packed late is not sent yet, and by exponents that the others' words decide.
+  // Late packs are not sent yet; their exponents depend on the words of all ranks.
   const bool sends = collector.is_open() && !plan_->is_local() && !plan_->packs_late;
   const std::vector<int> unsent = collector.drop();
   const std::exception_ptr fault = outcome_.settle_faults();  // after the last pack
@@ -671,11 +671,11 @@ void Steps::drop(const std::string& reason) {
   word.reason = fault ? text_of(fault) : reason;
   if (word.reason.empty()) word.reason = "no reason was given";
   const BucketPipeline::Ending ending{.word = agreement_.post(word), .plan = plan};
-  if (sends) {  // and peers wait for it
+  if (sends) {  // peers wait for it
     Event packed;
     try {
       packed = collector.packed();
-    } catch (const std::exception&) {  // has ended the world
+    } catch (const std::exception&) {  // this has ended the world
     }
     for (const int bucket : unsent) pipeline.launch_zeros(bucket, plan, packed);
     pipeline.end(ending);
@@ -685,7 +685,7 @@ void Steps::drop(const std::string& reason) {
   forget_step(comm::ranks_text({groups_.world.rank()}, groups_.world.size()) + ": " + word.reason);
 }
 
-// As it was before the step, but for the number of the next one.
+// Restores the state before the step, except the number of the next one.
 void Steps::forget_step(const std::string& dropped_by) {
   Collector& collector = frozen_->collector();
   static_cast<void>(collector.drop());
@@ -695,8 +695,8 @@ void Steps::forget_step(const std::string& dropped_by) {
   zeros_sent_ = true;
 }
 
-// At most one word is under way: a rank that could not know that the step was dropped must not
-// speak about the microbatch that followed.
+// At most one word is under way: a rank that does not know yet that the step was dropped must not
+// post a word about a later microbatch.
 void Steps::wait_until_judged() {
   frozen_->collector().pack_until([this] { return !agreement_.under_way() || outcome_.failed(); });
   raise_failure("end of a microbatch");

@@ -1,10 +1,9 @@
-// A Reducer's steps as the caller drives them: opens and closes microbatches, says the status
-// words, drops steps [Note: states of a Reducer]. The data path
-// of docs/design.md shows where they stand.
+// A Reducer's steps as the caller drives them: opens and closes microbatches, posts status words,
+// drops steps [Note: states of a Reducer].
 //
-// What a step needs of memory and lanes is made by the first call that begins one (prepare()).
-// Calls come from one thread at a time, but for gradient_ready() and reject_gradient(). Every call
-// throws what ended the Reducer, and a step that another rank dropped, once.
+// The first call that begins a step makes memory and lanes (prepare()). Calls come from one thread
+// at a time, except gradient_ready() and reject_gradient(). Every call throws what ended the
+// Reducer; a step that another rank dropped is thrown once.
 #pragma once
 
 #include <memory>
@@ -26,7 +25,7 @@
 
 namespace hsdp::reducer {
 
-// In messages that other users of the mesh hear, or that say what was on the wire.
+// The Reducer's name in messages that other ranks see.
 [[nodiscard]] std::string title(const ReducerOptions& options);
 
 class Steps {
@@ -34,28 +33,28 @@ class Steps {
   // All of these outlive it.
   Steps(const ReducerOptions& options, const ParameterTable& parameters, Groups& groups,
         MemoryCount memory);
-  ~Steps();  // drops a step that is begun; after all tasks, whatever went wrong
+  ~Steps();  // drops a step that is begun, and waits for all tasks, even after errors
   Steps(const Steps&) = delete;
   Steps& operator=(const Steps&) = delete;
 
-  // Collective: makes what the steps need, unless that stands. May be tried again after an error.
+  // Collective: makes what the steps need, unless it exists. May be tried again after an error.
   void prepare();
   void begin_step();
   void begin_microbatch(const MicrobatchOptions& options);
   void begin_window(const WindowOptions& options);
   void check_window();
   void leave_window(std::string_view reason) noexcept;
-  // Waits for the words, and takes the drop of the last step that the next call would raise.
+  // Waits for the words. Returns, in place of the next call, the error of a dropped step.
   [[nodiscard]] std::optional<StepAbortedError> take_drop();
-  // `backwards`: of what the gradients that were handed over are sums.
+  // `backwards`: the number of passes of which each handed-over gradient is the sum.
   void end_window(std::int64_t backwards);
   void gradient_ready(int parameter, StridedView gradient, GradientOwner owner,
                       const ValidAfter& valid);
-  // This rank's own mistake: end_microbatch() raises it and drops the step. No-op when no
+  // Reports this rank's mistake: end_microbatch() throws it and drops the step. Does nothing if no
   // microbatch is open.
   void reject_gradient(std::string_view message);
   void end_microbatch();
-  // One of the parameter was handed over in the step that is begun.
+  // Whether a gradient of the parameter was handed over in the step that is begun.
   [[nodiscard]] bool has_gradient(int parameter) const;
   void abandon(std::string_view reason) noexcept;
   void finish();
@@ -64,34 +63,34 @@ class Steps {
 
   // Throws what went wrong, or that the Reducer was closed.
   void check_usable(std::string_view call);
-  // UsageError while a microbatch is open. What ended it, or the Reducer, matters more.
+  // UsageError while a microbatch is open, unless check_usable() throws.
   void require_idle(std::string_view call);
-  // Waits until all ranks agree on what this one has done, and throws when they do not.
+  // Waits until all ranks agree on what this rank has done, and throws if they do not.
   void wait_for_words();
-  // And until everything is reduced, for which on a GPU the caller's stream waits.
+  // The same, and waits until everything is reduced; on a GPU the caller's stream waits for that.
   void wait_reduced();
 
-  // A parameter's local sum, ordered before the caller's stream. UsageError when there is none.
+  // A parameter's local sum, valid on the caller's stream. UsageError if there is none.
   [[nodiscard]] TensorView local_sum(int parameter);
-  // Between steps: memory that is taken on first need.
+  // Between steps: frees memory that was allocated on first need.
   void release_memory();
 
   void add_party(std::weak_ptr<StepParty> party);
 
-  // For flags and factors, which may be set while the Reducer is usable.
+  // To set flags and factors; throws unless the Reducer is usable.
   [[nodiscard]] StepLedger& ledger_for(std::string_view call);
   [[nodiscard]] const StepLedger& ledger() const { return ledger_; }
   [[nodiscard]] const StepResult& result() const { return *result_; }
   void note_read() { ledger_.note_read(); }
-  // What the carry that can be read was, or is to be, divided by: f, where no word is under way.
+  // The f by which the readable carry was, or will be, divided. Call it when no word is under way.
   [[nodiscard]] double divide_factor() const;
   [[nodiscard]] std::shared_ptr<const StepResult> shared_result() const { return result_; }
   [[nodiscard]] Frozen* frozen() const { return frozen_.get(); }  // null before prepare()
   [[nodiscard]] ReducerState state() const;
-  // Which rank has dropped the last step that began, and why. Empty: none has.
+  // Which rank has dropped the last step that began, and why. Empty if none has.
   [[nodiscard]] std::string dropped_by() const { return ledger_.dropped() ? dropped_by_ : ""; }
 
-  // On which the caller produces gradients and reads results.
+  // The stream on which the caller produces gradients and reads results.
   void set_caller(const Stream& stream);
   [[nodiscard]] const Stream& caller() const { return caller_; }
   [[nodiscard]] Stream& caller() { return caller_; }
@@ -115,12 +114,12 @@ class Steps {
   void count_backwards(std::int64_t backwards);
   [[nodiscard]] std::optional<Words> raise_counts(std::int64_t word);
   void close_and_send(const char* call, std::int64_t backwards);
-  // Tells all ranks that this one drops the step, and sends what they still wait for.
+  // Tells all ranks that this one drops the step, and sends what they wait for.
   void drop(const std::string& reason);
   void forget_step(const std::string& dropped_by);
   void end_cut_steps() noexcept;
   void wait_until_judged();
-  // What a word says of a microbatch, or of the step where nothing is sent.
+  // The word for a microbatch, or for the step if nothing is sent.
   [[nodiscard]] StatusWord word_of(const char* call, const MicrobatchPlan& plan) const;
   [[nodiscard]] std::int64_t post(StatusWord word);
   void note_fault(const std::string& message);
@@ -137,9 +136,9 @@ class Steps {
   Stream caller_;
   std::shared_ptr<StepResult> result_ = std::make_shared<StepResult>();
   std::shared_ptr<const MicrobatchPlan> plan_;  // of the open microbatch
-  WindowOptions window_;                        // the last one that began
+  WindowOptions window_;                        // of the last window that began
   std::vector<char> means_;                     // of the step, by bucket
-  bool zeros_sent_ = false;                     // of a dropped step, since the last one began
+  bool zeros_sent_ = false;                     // for a dropped step, since the last begin
   std::string dropped_by_;
   std::unique_ptr<Frozen> frozen_;
 };

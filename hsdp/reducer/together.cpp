@@ -17,7 +17,7 @@ void together(Communicator& world, std::string_view what, const std::function<vo
   std::string reason;
   try {
     part();
-  } catch (const comm::AgreedError& error) {  // another rank's is told by that rank
+  } catch (const comm::AgreedError& error) {  // the rank that failed tells the others
     if (error.rank() == world.engine()->control().rank()) {
       own = std::current_exception();
       reason = error.reason();

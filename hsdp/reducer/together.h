@@ -1,4 +1,4 @@
-// One act of all ranks, which all have done in the end or none [Note: all ranks or none].
+// Runs a part of a set-up on all ranks: it succeeds on all or on none [Note: all ranks or none].
 #pragma once
 
 #include <functional>
@@ -8,10 +8,10 @@
 
 namespace hsdp::reducer {
 
-// Runs `part` and asks the ranks of `world` how it went. Collective. What goes wrong on one rank is
-// that rank's own error, and a StepAbortedError naming it on the others. `what` completes "rank 1
-// could not ..."; ranks with another `what` are a MismatchError. `part` may itself be collective
-// where its failures are AgreedErrors.
+// Collective: runs `part`, then asks all ranks how it went. If it fails on one rank, that rank
+// throws its own error and the others a StepAbortedError that names it. `what` completes "rank 1
+// could not ..."; MismatchError if ranks give another one. `part` may be collective if its failures
+// are AgreedErrors.
 void together(Communicator& world, std::string_view what, const std::function<void()>& part);
 
 }  // namespace hsdp::reducer

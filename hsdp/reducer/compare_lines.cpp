@@ -6,7 +6,7 @@ namespace hsdp::reducer {
 namespace {
 
 // FNV-1a.
-std::uint64_t digest_of(std::string_view text) {
+std::uint64_t text_digest(std::string_view text) {
   std::uint64_t hash = 0xcbf29ce484222325U;
   for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
   return hash;
@@ -25,14 +25,14 @@ std::optional<int> first_difference(const std::vector<std::string>& all) {
 std::uint64_t digest_of(const std::vector<std::string>& lines) {
   std::string whole;
   for (const std::string& line : lines) whole += line + "\n";
-  return digest_of(whole);
+  return text_digest(whole);
 }
 
 std::optional<LineDifference> compare_lines(Communicator& world,
                                             const std::vector<std::string>& lines,
                                             std::string_view what) {
   std::string digests;
-  for (const std::string& line : lines) digests += std::to_string(digest_of(line)) + "\n";
+  for (const std::string& line : lines) digests += std::to_string(text_digest(line)) + "\n";
   const std::vector<std::string> all =
       world.exchange(lines.empty() ? std::string() : std::to_string(digest_of(lines)), what);
   if (!first_difference(all)) return std::nullopt;

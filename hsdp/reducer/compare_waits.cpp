@@ -65,9 +65,9 @@ std::vector<Part> own_parts(const Groups& groups, double offset_s) {
 }
 
 // On the first rank.
-class Comparison {
+class WaitComparison {
  public:
-  Comparison(int replicate, int shard) : replicate_(replicate), shard_(shard) {}
+  WaitComparison(int replicate, int shard) : replicate_(replicate), shard_(shard) {}
 
   void take(int rank, const std::vector<std::int64_t>& report) {
     errors_ns_.push_back(report.at(0));
@@ -180,7 +180,7 @@ WaitTable compare_waits(Groups& groups) {
                       {static_cast<std::int64_t>(part.operation),
                        static_cast<std::int64_t>(part.kind), part.begin_ns, part.end_ns});
   }
-  Comparison comparison(groups.replicate.size(), groups.shard.size());
+  WaitComparison comparison(groups.replicate.size(), groups.shard.size());
   comm::report_to_first(world, key, report, kAct, [&](int rank, const comm::Agreement& of_rank) {
     comparison.take(rank, of_rank.sum);
   });

@@ -269,7 +269,8 @@ def replica_hook(
       reduce-scatter. Sums are always fp32.
 
     Call it after the last `fully_shard`, on every rank. The replicas must hold the same weights, as for
-    FSDP2's own HSDP. Returns the handle, which is told which backward pass is the last.
+    FSDP2's own HSDP; nothing compares them, nor totals, as a Reducer's `verify_every` does. Returns the
+    handle, which is told which backward pass is the last.
 
     Raises UsageError for a model without FSDPModules, with a 2-D mesh, on other ranks or another device
     than the mesh, or with an existing hook; MismatchError if the ranks' models differ.

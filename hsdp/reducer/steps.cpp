@@ -611,8 +611,9 @@ void Steps::close_and_send(const char* call, std::int64_t backwards) {
     std::array<char, 32> waited{};
     std::snprintf(waited.data(), waited.size(), "%.3f",
                   groups_.operations.seconds(OperationKind::kWait));
+    const std::int64_t microbatches = plan_->microbatch + (plan_->fresh ? 1 : 0);
     log_line(LogLevel::kDebug, title(options_) + ": step " + std::to_string(plan_->step) +
-                                   ", microbatches " + std::to_string(plan_->microbatch + 1) +
+                                   ", microbatches " + std::to_string(microbatches) +
                                    ", this rank waited " + waited.data() + " s so far");
   }
 }

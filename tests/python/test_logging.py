@@ -115,6 +115,29 @@ def test_records_have_levels(on_main_thread: bool, caplog: pytest.LogCaptureFixt
     assert caplog.records == []
 
 
+def test_a_step_that_finish_ends_counts_its_microbatches(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "hsdp"), hsdp.init_mesh() as mesh:
+        with hsdp.Reducer(mesh, name="net") as reducer:
+            reducer.register("w", 2)
+            for _ in range(2):
+                add_gradient(reducer, "w", np.ones(2, np.float32), last=False)
+            reducer.finish()
+    assert re.fullmatch(STEP.format(0), caplog.messages[-1])
+
+
+def run_two_meshes() -> None:
+    ranks = [[0, 2]] if os.environ["RANK"] in "02" else [[1, 3]]
+    hsdp.init_mesh(1, 2, ranks=ranks).close()
+
+
+def test_each_mesh_has_its_line(ranks: Launcher) -> None:
+    job = ranks.start(4, run_two_meshes, HSDP_LOG="info")
+    job.wait()
+    line = MESH.replace("2 x 2: ranks 4", "1 x 2: ranks 2")
+    line = line.replace("replicate group over shared memory", "replicate group over none")
+    assert job.output.splitlines() == [line] * 2
+
+
 def test_what_a_filter_raises_does_not_end_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(record: logging.LogRecord) -> bool:
         raise KeyError(record.levelname)

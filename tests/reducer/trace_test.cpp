@@ -47,8 +47,8 @@ class Traced : public testing::Test {
     static_cast<void>(run_step(reducer, step, mesh.rank()));
     // Of the other ranks' paths nothing is made.
     Trace trace(reducer, mesh.rank() == 0 ? path() : "/nowhere/trace.json");
-    for (int i = 0; i < kTracedSteps; ++i) {
-      run_schedule(reducer, step, mesh.rank());  // the last hops end in write()
+    for (int i = 0; i < kTracedSteps; ++i) {  // the last hops end in write()
+      run_schedule(reducer, step, mesh.rank());
     }
     trace.write();
     static_cast<void>(run_step(reducer, step, mesh.rank()));
@@ -86,6 +86,36 @@ TEST_F(Traced, ShowsEveryBucketOfEveryProcess) {
   });
   for (const RankOutcome& outcome : outcomes) ASSERT_TRUE(outcome.ok()) << outcome.error;
   expect_trace(kSquare, std::stoi(outcomes[0].notes.at(0)));
+}
+
+// The second bucket begins before the first one has all its gradients. Of one rank: the packs of
+// several take turns where staging is short.
+TEST_F(Traced, GivesSlicesThatOverlapTracks) {
+  run_mesh({.replicate = 1, .shard = 1}, [&](const Mesh& mesh) {
+    std::vector<ParameterSpec> parameters;
+    for (const char* const name : {"a", "b", "c", "d"}) {
+      parameters.push_back({.name = name, .shape = {1024}});
+    }
+    const StepCase step = random_step(parameters, 1, {Sync::kAll}, 3);
+    Reducer reducer(mesh, {.bucket_bytes = 8 << 10});
+    register_all(reducer, step);
+    Trace trace(reducer, path());
+    std::vector<StoredGradient> stored;
+    reducer.begin_microbatch();
+    for (const int p : {0, 2, 1, 3}) {
+      stored.push_back(gradient_of(step, static_cast<std::size_t>(p), 0, mesh.rank()));
+      reducer.gradient_ready(p, stored.back().view());
+    }
+    reducer.end_microbatch();
+    trace.write();
+    EXPECT_EQ(reducer.stats().bucket_count, 2);
+  });
+  const TraceFile trace = read_trace(path());
+  const std::vector<TraceSlice> packs = trace.of(0, "pack");
+  ASSERT_EQ(packs.size(), 2U);
+  EXPECT_GT(packs[0].end_us, packs[1].begin_us);
+  EXPECT_EQ(trace.tracks.at({0, packs[0].track}), "pack");
+  EXPECT_EQ(trace.tracks.at({0, packs[1].track}), "pack 2");
 }
 
 TEST_F(Traced, SeesTheOperationsOfOtherReducersToo) {

@@ -20,13 +20,12 @@ using ::testing::MatchesRegex;
 constexpr int kSteps = 3;
 constexpr std::chrono::milliseconds kDelay{60};
 
-StepCase waited_step(MeshShape shape) {
-  return random_step(odd_parameters(Dtype::kF32), shape.size(), {Sync::kShard, Sync::kAll}, 7);
+StepCase waited_step(MeshShape shape, std::vector<Sync> schedule = {Sync::kShard, Sync::kAll}) {
+  return random_step(odd_parameters(Dtype::kF32), shape.size(), std::move(schedule), 7);
 }
 
 // That rank comes late to each step.
-WaitTable table_of(const Mesh& mesh, MeshShape shape, int late) {
-  const StepCase step = waited_step(shape);
+WaitTable table_of(const Mesh& mesh, const StepCase& step, int late) {
   Reducer reducer(mesh, {.bucket_bytes = 4 << 10});
   register_all(reducer, step);
   for (int i = 0; i < kSteps; ++i) {
@@ -63,7 +62,7 @@ TEST(WaitTable, NamesTheRankThatComesLate) {
   for (const int late : {0, 2, 3}) {
     std::vector<WaitTable> tables(4);
     run_mesh(kSquare, [&](const Mesh& mesh) {
-      tables[static_cast<std::size_t>(mesh.rank())] = table_of(mesh, kSquare, late);
+      tables[static_cast<std::size_t>(mesh.rank())] = table_of(mesh, waited_step(kSquare), late);
     });
     for (const WaitTable& table : tables) {
       expect_named(table, kSquare, late);
@@ -73,10 +72,10 @@ TEST(WaitTable, NamesTheRankThatComesLate) {
   }
 }
 
-// Rank 3 comes late to the word of a microbatch because it has waited for rank 2 in its shard hop.
+// Rank 3 comes late to its replica hops with rank 1 because it has waited for rank 2.
 TEST(WaitTable, FollowsAChainOfWaitsToItsBeginning) {
   run_mesh(kSquare, [&](const Mesh& mesh) {
-    const WaitTable table = table_of(mesh, kSquare, 2);
+    const WaitTable table = table_of(mesh, waited_step(kSquare, {Sync::kAll}), 2);
     const double delay_s = std::chrono::duration<double>(kDelay).count();
     for (const WaitTable::Wait& wait : table.waits) {
       if (wait.awaited != 2) {
@@ -109,7 +108,7 @@ TEST(WaitTable, NamesNobodyWhereNothingWasCompared) {
     EXPECT_THAT(table.text(), HasSubstr("no rank was waited for in 0 operations"));
   });
   run_mesh({.replicate = 1, .shard = 1}, [](const Mesh& mesh) {
-    EXPECT_EQ(table_of(mesh, {.replicate = 1, .shard = 1}, 0).operations, 0);
+    EXPECT_EQ(table_of(mesh, waited_step({.replicate = 1, .shard = 1}), 0).operations, 0);
   });
 }
 
@@ -144,7 +143,7 @@ TEST(WaitTable, IsRefusedWithinAMicrobatch) {
 TEST(WaitTable, NamesTheProcessThatComesLate) {
   const auto outcomes = run_processes(4, {}, [](int) {
     const Mesh mesh = init_mesh({.replicate = 2, .shard = 2});
-    const WaitTable table = table_of(mesh, kSquare, 2);
+    const WaitTable table = table_of(mesh, waited_step(kSquare), 2);
     note(table.straggler ? std::to_string(*table.straggler) : "none");
     note(std::to_string(table.clock_error_s < 0.03));
     return 0;

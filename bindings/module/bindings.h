@@ -30,6 +30,7 @@ void bind_unit_gather(pybind11::module_& module);       // after bind_parameter_
 void bind_step_word(pybind11::module_& module);         // after bind_reducer
 void bind_snapshot(pybind11::module_& module);
 void bind_compare(pybind11::module_& module);
+void bind_masters(pybind11::module_& module);
 
 // All of them.
 inline void bind_parts(pybind11::module_& module) {
@@ -48,6 +49,7 @@ inline void bind_parts(pybind11::module_& module) {
   bind_step_word(module);
   bind_snapshot(module);
   bind_compare(module);
+  bind_masters(module);
 }
 
 }  // namespace hsdp::python

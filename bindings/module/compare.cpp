@@ -4,16 +4,12 @@
 #include <pybind11/stl/filesystem.h>
 
 #include <array>
-#include <cstdint>
 #include <optional>
 #include <string>
 
-#include "bindings/module/array_argument.h"
 #include "bindings/module/bindings.h"
 #include "bindings/module/interruptible_call.h"
-#include "bindings/module/mesh_handle.h"
 #include "bindings/module/snapshot_info.h"
-#include "hsdp/kernels/digest.h"
 
 namespace hsdp::python {
 namespace {
@@ -90,29 +86,8 @@ py::dict compare(const std::filesystem::path& a, const std::filesystem::path& b,
   return d;
 }
 
-// *sum += the digest of `values` from `place` on, both in host memory or on the mesh's device,
-// where it is only enqueued on the caller's stream. Returns the place after them.
-std::uint64_t add_digest(const MeshHandle* mesh, py::handle values, py::handle sum,
-                         std::uint64_t place) {
-  CallerStream host;
-  CallerStream& caller = mesh == nullptr ? host : *mesh->caller();
-  const ArrayArgument from = array_argument(values, "add_digest: values", caller);
-  const ArrayArgument to = array_argument(sum, "add_digest: sum", caller);
-  const ConstTensorView view = contiguous(from, "add_digest: values");
-  auto* const total = static_cast<std::uint64_t*>(writable(to, "add_digest: sum").data);
-  call_released([&, stream = caller.now()]() mutable {
-    stream.run(
-        [&, inside = stream.inside_task()] { kernels::add_digest(view, place, total, inside); });
-  });
-  return place + kernels::digest_places(view);
-}
-
 }  // namespace
 
-void bind_compare(py::module_& module) {
-  module.def("compare_snapshots", compare);
-  module.def("add_digest", add_digest, py::arg("mesh").none(true), py::arg("values"),
-             py::arg("sum"), py::arg("place"));
-}
+void bind_compare(py::module_& module) { module.def("compare_snapshots", compare); }
 
 }  // namespace hsdp::python

@@ -18,8 +18,8 @@ namespace hsdp::kernels {
 // How many places `values` take.
 [[nodiscard]] std::uint64_t digest_places(ConstTensorView values);
 
-// *sum += digest(values, place) inside a task of `stream` [Note: kernels on a stream]. Both the
-// host and the stream's device must reach `sum`, for example in a Buffer of pinned memory.
+// *sum += digest(values, place) inside a task of `stream` [Note: kernels on a stream]. `sum` is in
+// memory that the stream's device reaches: its own, or a Buffer of pinned memory.
 void add_digest(ConstTensorView values, std::uint64_t place, std::uint64_t* sum,
                 const Stream& stream);
 

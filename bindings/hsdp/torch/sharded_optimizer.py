@@ -691,6 +691,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """In torch's shape, with this rank's slices as `hsdp.torch.FlatSlice`s, and the masters of
         16-bit parameters as "master". Local: no other rank takes part.
         """
+        for masters in self._kept.masters:
+            masters.require_known()
         state: dict[str, Any] = super().state_dict()
         return state
 

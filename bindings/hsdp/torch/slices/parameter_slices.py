@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +11,7 @@ from hsdp import _hsdp
 from hsdp.errors import UsageError
 from hsdp.reducer import Reducer
 from hsdp.torch import private_torch
-from hsdp.torch.complex_values import mark_of
+from hsdp.torch.complex_values import mark_of, real_view
 from hsdp.torch.slices.optimizer_probe import ProbedStates
 from hsdp.torch.value_digests import differ
 
@@ -310,58 +310,56 @@ class Masters(SliceMasters):
         private_torch.foreach_copy_(list(now.split(self._counts)), [one.own for one in self.slices])
         return now
 
-    def _rounded(self) -> torch.Tensor:
-        return self._empty(self._dtype).copy_(self._flat)
+    @property
+    def _mesh(self) -> Any:
+        return None if self._offloaded else self.slices[0].reducer.mesh._handle
 
-    # On the host in chunks, which stay in a cache.
-    def _rounded_pieces(self) -> Iterator[torch.Tensor]:
-        if self._flat.is_cuda:
-            yield self._rounded()
-            return
-        chunk = torch.empty(min(_CHUNK, self._flat.numel()), dtype=self._dtype)
-        for part in self._flat.split(self._counts):
-            for values in part.split(_CHUNK):
-                yield chunk[: values.numel()].copy_(values)
-
-    # A GPU gets one kernel for all slices, on the host each has places of its own.
-    def _pieces(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        return [values] if values.is_cuda else values.split(self._counts)
-
-    def _digest(self, pieces: Iterable[torch.Tensor]) -> torch.Tensor:
-        digest = torch.zeros(1, dtype=torch.int64, device=self._flat.device)
-        mesh = None if self._offloaded else self.slices[0].reducer.mesh._handle
-        place = 0
-        for values in pieces:
-            place = _hsdp.add_digest(mesh, values.view(torch.uint8), digest, place)
+    def _digest(self, values: torch.Tensor) -> torch.Tensor:
+        digest = torch.zeros(1, dtype=torch.int64, device=values.device)
+        _hsdp.add_digest(self._mesh, real_view(values), digest)
         return digest
+
+    # Rounds as gathers do, and returns the digest of that. A shorter `rounded` gets one piece after the other.
+    def _round(self, masters: torch.Tensor, rounded: torch.Tensor) -> torch.Tensor:
+        digest = torch.zeros(1, dtype=torch.int64, device=masters.device)
+        _hsdp.add_rounded_digest(self._mesh, real_view(masters), real_view(rounded), digest)
+        return digest
+
+    def _parts(self, values: torch.Tensor) -> dict[ParameterSlice, torch.Tensor]:
+        return dict(zip(self.slices, values.split(self._counts), strict=True))
 
     # The masters, with elements taken over that others have written to the parameters. Waits for no GPU.
     def _with_written(self) -> torch.Tensor:
-        is_here = not self._offloaded and not self._flat.is_cuda
-        now = None if is_here else self._read()
-        pieces = [one.own for one in self.slices] if now is None else self._pieces(now)
-        is_written = self._digest(pieces) != self._expected
-        if not self._flat.is_cuda and not is_written:
+        now = self._read()
+        is_written = self._digest(now) != self._expected
+        if not now.is_cuda and not is_written:
             return self._flat
-        now = self._read() if now is None else now
-        rounded = self._rounded()
-        parts = dict(zip(self.slices, rounded.split(self._counts), strict=True))
+        rounded = self._empty(self._dtype)
+        self._round(self._flat, rounded)
+        parts = self._parts(rounded)
         for one, was in self._lent.items():
             parts[one].copy_(was)
-        written = differ(now, rounded)
-        is_changed = self._digest(self._pieces(rounded)) != self._expected
-        self._require_one(written.any() & is_written & is_changed)
-        return torch.where(written & is_written, now.to(self._flat.dtype), self._flat)
-
-    # On a GPU it hears of this a step later, so that nothing waits.
-    def _require_one(self, wrote_both: torch.Tensor) -> None:
-        self._wrote_both |= wrote_both.squeeze()
+        written = differ(now, rounded) & is_written
+        self._wrote_both |= (written.any() & (self._digest(rounded) != self._expected)).squeeze()
         self._seen.copy_(self._wrote_both, non_blocking=True)
-        if self._seen:
-            refuse(
-                "masters to be written through optimizer.master(parameter) or load_state_dict()",
-                "masters written by other code, and parameters as well, since the last step",
-            )
+        if self._seen:  # on a GPU that of an earlier step, so that nothing waits
+            self._refuse_both(written)
+        return torch.where(written, now.to(self._flat.dtype), self._flat)
+
+    def require_known(self) -> None:
+        """Raises UsageError if masters and parameters were written at once. Waits for a GPU."""
+        if self._wrote_both:
+            self._refuse_both()
+
+    def _refuse_both(self, written: torch.Tensor | None = None) -> NoReturn:
+        parts = {} if written is None or written.is_cuda else self._parts(written)
+        named = [f"'{one.name}'" for one, part in parts.items() if part.any()]
+        what = " and ".join([*named[:2], *(["others"] if len(named) > 2 else [])]) or "parameters"
+        refuse(
+            "masters to be written through optimizer.master(parameter) or load_state_dict()",
+            f"masters that other code has written, and {what} written since the same step; write "
+            "one of the two",
+        )
 
     def reread(self) -> None:
         """Takes over elements written since they were rounded."""
@@ -376,19 +374,25 @@ class Masters(SliceMasters):
     def lend(self, one: ParameterSlice) -> None:
         """Keeps what the master was rounded to, until the next step."""
         if one in self.slices and one not in self._lent:
-            self._lent[one] = one.master.detach().reshape(-1).to(self._dtype)
+            master = one.master.detach().reshape(-1)
+            self._lent[one] = torch.empty_like(master, dtype=self._dtype)
+            self._round(master, self._lent[one])
 
     def mark_rounded(self) -> None:
         """Later writes are detected by comparison with this."""
-        self._expected = self._digest(self._rounded_pieces())
+        room = self._flat.numel() if self._flat.is_cuda else min(_CHUNK, self._flat.numel())
+        chunk = torch.empty(room, dtype=self._dtype, device=self._flat.device)
+        self._expected = self._round(self._flat, chunk)
         self._lent.clear()
 
     def load_parameters(self) -> None:
         """Gathers read the own slices."""
         self.mark_rounded()
         if self._offloaded:
-            parts = list(self._rounded().split(self._counts))
-            private_torch.foreach_copy_([one.own for one in self.slices], parts)
+            rounded = self._empty(self._dtype)
+            self._round(self._flat, rounded)
+            own = [one.own for one in self.slices]
+            private_torch.foreach_copy_(own, list(rounded.split(self._counts)))
 
 
 class KeptSlices:

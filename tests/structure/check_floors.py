@@ -165,9 +165,10 @@ def check(root: pathlib.Path) -> List[str]:
     return found
 
 
-def run(script: str, arguments: List[str], find: Callable[[pathlib.Path], List[str]], all_well: str) -> int:
-    """What a script of this folder does with its arguments: its exit status."""
-    if len(arguments) != 1 or not (pathlib.Path(arguments[0]) / "hsdp").is_dir():
+def run(script: str, arguments: List[str], folder: pathlib.Path, find: Callable[[pathlib.Path], List[str]],
+        all_well: str) -> int:
+    """What a script that reads this folder of a repository does with its arguments: its exit status."""
+    if len(arguments) != 1 or not (pathlib.Path(arguments[0]) / folder).is_dir():
         print(f"{script}: usage: {script}.py REPOSITORY", file=sys.stderr)
         return 2
     found = find(pathlib.Path(arguments[0]))
@@ -176,7 +177,7 @@ def run(script: str, arguments: List[str], find: Callable[[pathlib.Path], List[s
 
 
 def main(arguments: List[str]) -> int:
-    return run("check_floors", arguments, check, "the tree keeps its floors")
+    return run("check_floors", arguments, pathlib.Path("hsdp"), check, "the tree keeps its floors")
 
 
 if __name__ == "__main__":

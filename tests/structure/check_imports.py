@@ -81,4 +81,4 @@ def check(repository: pathlib.Path) -> List[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(run("check_imports", sys.argv[1:], check, "no file of the package is on a circle"))
+    sys.exit(run("check_imports", sys.argv[1:], PACKAGE, check, "no file of the package is on a circle"))

@@ -1,6 +1,8 @@
 """Proves that check_imports finds what it is for: each case is a small package with one fault."""
 
 import pathlib
+import subprocess
+import sys
 import tempfile
 import unittest
 
@@ -18,6 +20,15 @@ def problems(files):
 
 def circle(*names):
     return [f"imports go one way only, but not among {', '.join(names)}"]
+
+
+class Usage(unittest.TestCase):
+    def test_a_repository_has_the_package(self):
+        script = pathlib.Path(check_imports.__file__)
+        with tempfile.TemporaryDirectory() as folder:
+            (pathlib.Path(folder) / "hsdp").mkdir()
+            done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
+        self.assertEqual((2, "check_imports: usage: check_imports.py REPOSITORY\n"), (done.returncode, done.stderr))
 
 
 class Imports(unittest.TestCase):

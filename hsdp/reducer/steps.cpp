@@ -24,13 +24,19 @@ WordNames word_names(const ReducerOptions& options) {
   return names;
 }
 
-std::string mib_text(std::int64_t bytes) {
+std::string bytes_text(std::int64_t bytes) {
+  constexpr std::int64_t kKib = 1 << 10;
+  constexpr std::int64_t kMib = 1 << 20;
+  if (bytes < kKib) return std::to_string(bytes) + " bytes";
+  const bool is_small = bytes < kMib;
   std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.2f", static_cast<double>(bytes) / (1 << 20));
+  std::snprintf(text.data(), text.size(), "%.2f %s",
+                static_cast<double>(bytes) / static_cast<double>(is_small ? kKib : kMib),
+                is_small ? "KiB" : "MiB");
   return text.data();
 }
 
-// "carry 4.00, staging 2.00"
+// "carry 4.00 MiB, staging 2.00 MiB"
 std::string memory_text(const MemoryCount& memory) {
   constexpr std::array<std::pair<MemoryKind, const char*>, 5> kNames{
       {{MemoryKind::kCarry, "carry"},
@@ -42,7 +48,7 @@ std::string memory_text(const MemoryCount& memory) {
   for (const auto& [kind, its_name] : kNames) {
     const std::int64_t bytes = memory.of(kind).live;
     if (bytes == 0) continue;
-    text += (text.empty() ? "" : ", ") + std::string(its_name) + " " + mib_text(bytes);
+    text += (text.empty() ? "" : ", ") + std::string(its_name) + " " + bytes_text(bytes);
   }
   return text;
 }
@@ -62,12 +68,14 @@ void log_layout(const ReducerOptions& options, const ParameterTable& parameters,
   for (const std::string_view one : wires) wire += (wire.empty() ? "" : " and ") + std::string(one);
   const std::string hop_wire =
       options.replica_dtype ? " in " + std::string(name(*options.replica_dtype)) : "";
-  log_line(LogLevel::kInfo, title(options) + ": buckets " + std::to_string(buckets) +
-                                " of at most " + mib_text(layout.max_bucket_bytes()) +
-                                " MiB, parameters " + std::to_string(parameters.size()) +
-                                ", elements " + std::to_string(elements) + ", wire " + wire +
-                                ", replica hop " + options.replica_hop->describe() + hop_wire +
-                                ", MiB on this rank: " + memory_text(memory));
+  std::string text = title(options) + ": buckets " + std::to_string(buckets);
+  if (buckets != 0) text += " of at most " + bytes_text(layout.max_bucket_bytes());
+  text += ", parameters " + std::to_string(parameters.size()) + ", elements " +
+          std::to_string(elements);
+  if (!wire.empty()) text += ", wire " + wire;
+  text += ", replica hop (" + options.replica_hop->describe() + ")" + hop_wire;
+  const std::string its_memory = memory_text(memory);
+  log_line(LogLevel::kInfo, its_memory.empty() ? text : text + ", on this rank: " + its_memory);
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ MESH = (
 )
 LAYOUT = (
     "hsdp: reducer 'net': buckets 2 of at most 2.00 MiB, parameters 2, elements 1048579, wire bf16 and f32, "
-    "replica hop plain, MiB on this rank: carry 2.00, staging 4.00"
+    "replica hop (plain), on this rank: carry 2.00 MiB, staging 4.00 MiB"
 )
 STEP = r"hsdp: reducer 'net': step {}, microbatches 2, this rank waited \d+\.\d{{3}} s so far"
 
@@ -39,6 +39,25 @@ def run_steps() -> None:
                     reducer.gradient_ready("weight", np.ones(SIZE, np.float32))
                     reducer.gradient_ready("bias", np.ones(3, np.float32))
             assert reducer.shard("weight").numpy()[0] == 2
+
+
+def run_small_reducers() -> None:
+    with hsdp.init_mesh(2, 1) as mesh:
+        for size, hop in ((0, None), (1000, hsdp.quant.LocoHop())):
+            with hsdp.Reducer(mesh, replica_hop=hop) as reducer:
+                reducer.register("w", size)
+                add_gradient(reducer, "w", np.ones(size, np.float32), last=True)
+
+
+def test_empty_and_small_reducers_have_short_lines(ranks: Launcher) -> None:
+    job = ranks.start(2, run_small_reducers, HSDP_LOG="info")
+    job.wait()
+    assert job.output.splitlines()[1:] == [
+        "hsdp: reducer: buckets 0, parameters 1, elements 0, replica hop (plain)",
+        "hsdp: reducer: buckets 1 of at most 3.91 KiB, parameters 1, elements 1000, wire f32, "
+        "replica hop (loco 4 bit, groups of 64 bf16, beta 0.8, T 1024), on this rank: "
+        "carry 3.91 KiB, staging 1.59 KiB, replica hop 3.19 KiB",
+    ]
 
 
 def run_with_logging(level: str) -> None:
@@ -164,14 +183,24 @@ def test_lines_after_the_end_go_to_stderr(
     assert caplog.records == []
 
 
-def run_loco() -> list[tuple[str, str]]:
-    """One value so large that four bits do not hold the others of its group."""
+def records_of_logger() -> list[tuple[str, str]]:
     records: list[tuple[str, str]] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append((record.levelname, record.getMessage()))  # type: ignore
     logging.getLogger("hsdp").addHandler(handler)
+    return records
+
+
+def gradient_for_a_warning() -> np.ndarray:
+    """One value so large that four bits do not hold the others of its group."""
     gradient = np.full(128, 0.5, np.float32)
     gradient[::64] = 7
+    return gradient
+
+
+def run_loco() -> list[tuple[str, str]]:
+    records = records_of_logger()
+    gradient = gradient_for_a_warning()
     hop = hsdp.quant.LocoHop(warmup_steps=0)
     with hsdp.init_mesh(2, 1) as mesh, hsdp.Reducer(mesh, replica_hop=hop) as reducer:
         reducer.register("w", 128)

@@ -5,7 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <limits>
-#include <string_view>
+#include <string>
 #include <utility>
 
 #include "hsdp/error.h"
@@ -31,16 +31,22 @@ int stderr_level() {
 
 void read_log_level() {
   const char* const text = std::getenv("HSDP_LOG");
-  const std::string_view value = text == nullptr ? "" : text;
+  const std::string given = text == nullptr ? "" : text;
+  std::string value = given;
+  for (char& letter : value) {
+    if (letter >= 'A' && letter <= 'Z') letter = static_cast<char>(letter - 'A' + 'a');
+  }
   int level = kNothing;
-  if (value == "info") {
+  if (value == "warning") {
+    level = number(LogLevel::kWarning);
+  } else if (value == "info") {
     level = number(LogLevel::kInfo);
   } else if (value == "debug") {
     level = number(LogLevel::kDebug);
   } else if (!value.empty()) {
     throw UsageError({.where = "launch: HSDP_LOG",
-                      .expected = "info or debug",
-                      .got = "'" + std::string(value) + "'",
+                      .expected = "warning, info or debug",
+                      .got = "'" + given + "'",
                       .remedy = "unset it for warnings alone"});
   }
   variable_level.store(level, std::memory_order_relaxed);

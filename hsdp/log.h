@@ -1,7 +1,7 @@
 // What a job says while it runs, a line each: what was made at kInfo, each step at kDebug. Lines go
 // to stderr, or to the sink that the Python package sets.
 //
-// Without a sink stderr gets warnings, and what HSDP_LOG asks for. Make a text only where
+// Without a sink, stderr gets warnings and what HSDP_LOG asks for. Make a text only where
 // is_logged() says so: it is a few loads. Thread-safe.
 #pragma once
 
@@ -11,14 +11,15 @@ namespace hsdp {
 
 enum class LogLevel { kDebug = 10, kInfo = 20, kWarning = 30 };  // the numbers of Python's logging
 
-// Obeys HSDP_LOG from now on; UsageError for a value that is neither info nor debug.
+// Obeys HSDP_LOG from now on. Throws UsageError unless it is empty or, in any case of letters,
+// warning, info or debug.
 void read_log_level();
 [[nodiscard]] bool is_logged(LogLevel level);
 // Nothing where it is not logged. `text` gets "hsdp: " in front.
 void log_line(LogLevel level, const std::string& text);
 
-// Lines of at least `level` go to `sink`, which any thread may call at any time, and warnings below
-// it nowhere. nullptr: none.
+// Lines of at least `level` go to `sink`, which any thread may call at any time. Lower ones go to
+// stderr if HSDP_LOG asks for them, warnings included. nullptr removes the sink.
 using LogSink = void (*)(LogLevel level, std::string line);
 void set_log_sink(LogSink sink, int level);
 

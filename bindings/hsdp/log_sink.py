@@ -11,8 +11,9 @@ _LOGGER = logging.getLogger("hsdp")
 
 
 def follow_logger() -> None:
-    """Lines go to the logger from its present level on; others that HSDP_LOG asks for, to stderr."""
-    _hsdp.set_log_level(_LOGGER.getEffectiveLevel())
+    """Lines go to the logger if it is enabled for them now; others that HSDP_LOG asks for, to stderr."""
+    levels = (logging.DEBUG, logging.INFO, logging.WARNING)
+    _hsdp.set_log_level(next(filter(_LOGGER.isEnabledFor, levels), logging.CRITICAL))
 
 
 def use_logging() -> None:

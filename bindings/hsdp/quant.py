@@ -146,7 +146,7 @@ class LocoHop(_hsdp.LocoHop):
     def quantization_error(self) -> dict[str, QuantizationError]:
         """By parameter, for the last clean step in which it was measured, every `error_every` steps.
 
-        The first one above 0.3 is also reported on stderr, once: exclude it, or use smaller groups.
+        The first one above 0.3 is also logged as a warning, once: exclude it, or use smaller groups.
         """
         return {
             name: QuantizationError(scattered, gathered)

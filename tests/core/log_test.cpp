@@ -51,8 +51,17 @@ TEST_F(Log, WritesWarningsAndWhatTheVariableAsksFor) {
   EXPECT_FALSE(is_logged(LogLevel::kDebug));
   ask_for("debug");
   EXPECT_EQ(written(), "hsdp: a step\nhsdp: a mesh\nhsdp: a warning\n");
-  ask_for("");
-  EXPECT_EQ(written(), "hsdp: a warning\n");
+  for (const char* const level : {"", "warning", "Warning"}) {
+    ask_for(level);
+    EXPECT_EQ(written(), "hsdp: a warning\n") << level;
+  }
+}
+
+TEST_F(Log, TakesTheVariableInAnyCaseOfLetters) {
+  ask_for("INFO");
+  EXPECT_EQ(written(), "hsdp: a mesh\nhsdp: a warning\n");
+  ask_for("Debug");
+  EXPECT_EQ(written(), "hsdp: a step\nhsdp: a mesh\nhsdp: a warning\n");
 }
 
 TEST_F(Log, ASinkGetsWhatItWantsAndStderrWhatElseTheVariableAsksFor) {
@@ -70,6 +79,8 @@ TEST_F(Log, ASinkGetsWhatItWantsAndStderrWhatElseTheVariableAsksFor) {
   EXPECT_FALSE(is_logged(LogLevel::kWarning));
   EXPECT_EQ(written(), "");
   EXPECT_TRUE(lines_of_sink.empty());
+  ask_for("warning");
+  EXPECT_EQ(written(), "hsdp: a warning\n");
 }
 
 TEST_F(Log, AnotherValueIsAnErrorThatNamesTheChoices) {
@@ -77,9 +88,9 @@ TEST_F(Log, AnotherValueIsAnErrorThatNamesTheChoices) {
     ask_for("all");
     ADD_FAILURE() << "no error";
   } catch (const UsageError& error) {
-    EXPECT_STREQ(
-        error.what(),
-        "launch: HSDP_LOG: expected info or debug, got 'all'; unset it for warnings alone");
+    EXPECT_STREQ(error.what(),
+                 "launch: HSDP_LOG: expected warning, info or debug, got 'all'; unset it for "
+                 "warnings alone");
   }
 }
 

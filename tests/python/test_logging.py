@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import logging.config
 import os
 import re
 import sys
@@ -90,6 +90,32 @@ def test_lines_go_to_logging_instead(ranks: Launcher, variable: str) -> None:
     assert job.output.splitlines() == [f"INFO hsdp {MESH}", f"INFO hsdp {LAYOUT}"]
 
 
+def turn_off(way: str) -> None:
+    """What a program may do to the logger, as a rule without thinking of hsdp."""
+    if way == "disable":
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
+        logging.disable(logging.INFO)
+        return
+    logging.config.dictConfig({  # disables the loggers that there are
+        "version": 1,
+        "root": {"level": "INFO", "handlers": ["stderr"]},
+        "handlers": {"stderr": {"class": "logging.StreamHandler"}},
+    })
+
+
+def run_turned_off(way: str) -> None:
+    turn_off(way)
+    run_steps()
+
+
+@pytest.mark.parametrize("way", ["disable", "dictConfig"])
+@pytest.mark.parametrize("variable", ["", "Info"])
+def test_what_logging_would_drop_goes_to_stderr(ranks: Launcher, way: str, variable: str) -> None:
+    job = ranks.start(4, run_turned_off, way, HSDP_LOG=variable)
+    job.wait()
+    assert job.output.splitlines() == ([MESH, LAYOUT] if variable else [])
+
+
 def run_with_a_wrong_level() -> str:
     with pytest.raises(hsdp.Error) as error:
         hsdp.init_mesh(1, 2)
@@ -103,7 +129,7 @@ def run_with_one_wrong_level() -> str:
 
 
 def test_another_value_is_an_error_on_every_rank(ranks: Launcher) -> None:
-    told = "launch: HSDP_LOG: expected info or debug, got 'all'; unset it for warnings alone"
+    told = "launch: HSDP_LOG: expected warning, info or debug, got 'all'; unset it for warnings alone"
     assert ranks.start(2, run_with_a_wrong_level, HSDP_LOG="all").wait() == [f"UsageError {told}"] * 2
     assert ranks(2, run_with_one_wrong_level) == [
         f"MismatchError mesh: rank 1 of 2 could not make its mesh: {told}", f"UsageError {told}",
@@ -214,3 +240,17 @@ def test_a_warning_comes_once(ranks: Launcher) -> None:
     for records in ranks(2, run_loco):
         assert [level for level, _ in records] == ["WARNING"]
         assert records[0][1].startswith("hsdp: loco: 'w': quantization changed its gradient by ")
+
+
+def run_turned_off_loco(way: str) -> list[tuple[str, str]]:
+    turn_off(way)
+    return run_loco()
+
+
+def test_a_warning_of_a_disabled_logger_goes_to_stderr_if_asked_for(ranks: Launcher) -> None:
+    for variable in ("", "warning"):
+        job = ranks.start(2, run_turned_off_loco, "dictConfig", HSDP_LOG=variable)
+        assert job.wait() == [[], []]
+        lines = job.output.splitlines()
+        assert len(lines) == (2 if variable else 0)
+        assert all(line.startswith("hsdp: loco: 'w': quantization changed") for line in lines)

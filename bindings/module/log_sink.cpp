@@ -47,31 +47,35 @@ void write_kept_lines() {
     lines.swap(kept.lines);
     kept.any = false;
   }
+  bool ends_program = false;
   for (const auto& [level, line] : lines) {
     try {
       kept.writer(static_cast<int>(level), line);
     } catch (py::error_already_set& error) {
-      if (!error.matches(PyExc_Exception)) PyErr_SetInterrupt();  // Ctrl-C: for the program
+      ends_program = ends_program || !error.matches(PyExc_Exception);
       error.discard_as_unraisable("hsdp.log_sink");
     }
   }
+  // Last: Python code that runs before this function returns would raise it, and lose it here.
+  if (ends_program) PyErr_SetInterrupt();
 }
 
 void bind_log_sink(py::module_& module) {
   module.def(
       "set_log_writer",
       [](const py::function& writer) { kept_lines().writer = py::object(writer).release(); },
-      py::arg("writer"), "Who gets lines: writer(level, line).");
+      py::arg("writer"), "Sets the function that lines are handed to: writer(level, line).");
   module.def(
       "set_log_level", [](int level) { set_log_sink(keep, level); }, py::arg("level"),
-      "From which level on it does.");
+      "Hands lines of at least this level to the writer. Lower ones go to stderr if HSDP_LOG asks "
+      "for them.");
   module.def(
       "end_log",
       [] {
         set_log_sink(nullptr, 0);
         write_kept_lines();
       },
-      "Hands over what is left; later lines go to stderr.");
+      "Hands over the lines that are left. Later ones go to stderr.");
 }
 
 }  // namespace hsdp::python

@@ -6,8 +6,9 @@
 
 namespace hsdp::python {
 
-// Hands kept lines to Python. Needs the GIL; cheap if there is none. Throws nothing: what logging
-// raises goes to sys.unraisablehook, and Ctrl-C comes again as a signal.
+// Hands kept lines to Python. Needs the GIL; cheap if there are none. Throws nothing: what logging
+// raises goes to sys.unraisablehook. If that was to end the program, as KeyboardInterrupt or
+// SystemExit, SIGINT is simulated afterwards.
 void write_kept_lines();
 
 }  // namespace hsdp::python

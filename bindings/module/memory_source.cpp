@@ -25,8 +25,8 @@ void call_python(const std::function<void()>& work) {
     try {
       work();
     } catch (const py::error_already_set& error) {
+      const std::string text = error.what();                      // may run Python code
       if (!error.matches(PyExc_Exception)) PyErr_SetInterrupt();  // Ctrl-C: for the program
-      const std::string text = error.what();
       throw Error("device: " + text.substr(0, text.find('\n')));
     }
   });

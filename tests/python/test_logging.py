@@ -197,6 +197,28 @@ def test_what_a_filter_raises_does_not_end_the_call(monkeypatch: pytest.MonkeyPa
     assert caught == ["KeyError('INFO')"] * 2
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_program_is_no_longer_lost(
+    kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(record: logging.LogRecord) -> bool:
+        written.append(record.getMessage())
+        if len(written) == 1:
+            raise kind
+        return False
+
+    logger = logging.getLogger("hsdp")
+    written: list[str] = []
+    caught: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: caught.append(raised.exc_type))
+    monkeypatch.setattr(logger, "level", logging.INFO)
+    logger.manager._clear_cache()
+    monkeypatch.setattr(logger, "filters", [end])
+    with pytest.raises(KeyboardInterrupt):
+        hsdp.init_mesh().close()
+    assert len(written) == 1 and caught == [kind]
+
+
 def test_lines_after_the_end_go_to_stderr(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 #include "bindings/module/log_sink.h"
 
+#include <pthread.h>
 #include <pybind11/pybind11.h>
 
 #include <atomic>
@@ -27,6 +28,19 @@ struct KeptLines {
 KeptLines& kept_lines() {
   static auto* const instance = new KeptLines;
   return *instance;
+}
+
+// A child made by fork() must not write its parent's lines, nor find the mutex locked by a thread
+// that it does not have.
+void drop_lines_in_children() {
+  static const int installed =
+      ::pthread_atfork([] { kept_lines().mutex.lock(); }, [] { kept_lines().mutex.unlock(); },
+                       [] {
+                         kept_lines().lines.clear();
+                         kept_lines().any = false;
+                         kept_lines().mutex.unlock();
+                       });
+  static_cast<void>(installed);
 }
 
 void keep(LogLevel level, std::string line) {
@@ -61,6 +75,7 @@ void write_kept_lines() {
 }
 
 void bind_log_sink(py::module_& module) {
+  drop_lines_in_children();
   module.def(
       "set_log_writer",
       [](const py::function& writer) { kept_lines().writer = py::object(writer).release(); },

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -276,3 +277,27 @@ def test_a_warning_of_a_disabled_logger_goes_to_stderr_if_asked_for(ranks: Launc
         lines = job.output.splitlines()
         assert len(lines) == (2 if variable else 0)
         assert all(line.startswith("hsdp: loco: 'w': quantization changed") for line in lines)
+
+
+def fork_with_a_kept_line() -> list[int]:
+    """How many lines a forked child and its parent then write."""
+    records = records_of_logger()
+    hop = hsdp.quant.LocoHop(warmup_steps=0, error_every=1)
+    with hsdp.init_mesh(2, 1) as mesh, hsdp.Reducer(mesh, replica_hop=hop) as reducer:
+        reducer.register("w", 128)
+        add_gradient(reducer, "w", gradient_for_a_warning(), last=True)
+        limit = time.monotonic() + 10
+        while not hop.quantization_error() and time.monotonic() < limit:
+            time.sleep(0.01)
+        assert records == []
+        child = os.fork()
+        if child == 0:
+            _hsdp.end_log()
+            os._exit(len(records))
+        _, status = os.waitpid(child, 0)
+        reducer.shard("w")
+    return [os.waitstatus_to_exitcode(status), len(records)]
+
+
+def test_a_forked_child_does_not_repeat_lines(ranks: Launcher) -> None:
+    assert ranks(2, fork_with_a_kept_line) == [[0, 1]] * 2

@@ -2,6 +2,14 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+#include <vector>
+
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/engine.h"
 #include "hsdp/comm/issue_order_state.h"
@@ -79,12 +87,7 @@ class IssueOrder::QueueIssuer : public Issuer {
     } catch (...) {  // was reported when it happened
     }
     State::Lock lock(state_->mutex);
-    state_->queues.erase(number_);
-    if (!state_->turns().follows()) {
-      state_->record->restart();
-    } else if (state_->queues.empty()) {
-      state_->record->leave();
-    }
+    state_->remove(number_);
     state_->flush(lock);
     state_->changed.notify_all();
     // Its messages are sent before the engine may go.
@@ -171,8 +174,7 @@ IssueOrder::IssueOrder(const Communicator& world) : state_(std::make_shared<Stat
   // Raw pointers, as the state owns the record that calls these.
   const auto say = [state = state_.get()](const auto& entries) { state->say(entries); };
   const auto count = [state = state_.get()](int lane, std::int64_t turns) {
-    const auto found = state->queues.find(lane);
-    if (found != state->queues.end()) found->second->chosen += turns;
+    state->count_turns(lane, turns);
   };
   state_->record.emplace(comm::RecordedTurns::Setting{
       .members = state_->members, .is_first = state_->rank == 0, .say = say, .count = count});
@@ -234,6 +236,13 @@ std::shared_ptr<IssueOrder> IssueOrder::of(const Communicator& world) {
   return entry.order;
 }
 
+void IssueOrder::set_patience(std::chrono::microseconds patience) { State::patience = patience; }
+
+std::chrono::microseconds IssueOrder::time_to_look() {
+  constexpr std::chrono::microseconds kMost{20'000};
+  return std::min(kMost, State::patience.load());
+}
+
 void IssueOrder::let_tasks_go_first(const comm::Control& control) {
   if (State::is_issuing) return;
   std::vector<std::shared_ptr<State>> of_world;
@@ -268,44 +277,19 @@ std::unique_ptr<IssueOrder::Issuer> IssueOrder::add_issuer() {
   {
     std::unique_lock lock(state.mutex);
     state.changed.wait(lock, [&] { return !state.record->is_stopping() || state.failed; });
-    state.record->begin_adding(state.several);
-    if (!state.several) ++state.generation;
-    mine.any = {state.queues.empty() ? '\0' : '\1'};
-    mine.most = {state.several ? state.turns().taken() : state.issued_alone};
-    queue->heard.assign(state.members.size(), 0);
-    queue->heard.front() = State::kAll;   // the first rank knows its own tasks
-    state.queues[queue->number] = queue;  // other ranks may tell of it from here on
-    state.paused = !state.several;
+    mine = state.begin_adding(queue);
   }
-  bool others = false;  // other lanes, on any rank
-  std::int64_t furthest = 0;
+  std::optional<comm::Agreement> all;
   std::exception_ptr error;
   try {
     world.post(key, mine);
-    const comm::Agreement all = world.collect(key, "set-up");
-    others = all.any.front() != '\0';
-    furthest = all.most.front();
+    all = world.collect(key, "set-up");
   } catch (...) {
     error = std::current_exception();
   }
   {
     std::unique_lock lock(state.mutex);
-    state.paused = false;
-    const bool ends_record = !error && state.rank == 0 && state.several;
-    state.record->end_adding(ends_record ? std::optional(furthest) : std::nullopt);
-    if (error) state.failed = true;  // the ranks no longer know how far the others are
-    if (error) {
-      state.queues.erase(queue->number);
-    } else if (!others) {
-      state.several = false;
-      state.issued_alone = 0;
-      queue->unasked = State::kAll;
-    } else if (!state.several) {
-      state.several = true;
-      for (const auto& [_, older] : state.queues) {
-        if (older->unasked == State::kAll) older->unasked = older->chosen = furthest;
-      }
-    }
+    state.end_adding(*queue, all);
     state.flush(lock);
   }
   state.changed.notify_all();

@@ -56,7 +56,7 @@ class IssueOrder {
     // While the handle lives, buckets come when they are ready, at different times on each rank.
     // The calling thread is one that gives tasks.
     [[nodiscard]] virtual std::shared_ptr<void> open() = 0;
-    // The number of tasks, without buckets, that have come to all lanes of this rank.
+    // Number of ordered tasks, not counting buckets, given to any lane of this rank.
     [[nodiscard]] virtual std::int64_t phase() const = 0;
     // Notes that the calling thread gives tasks to this lane.
     virtual void give_here() = 0;

@@ -13,9 +13,6 @@ namespace {
 
 using LaneCount = comm::RecordedTurns::LaneCount;
 
-// Long, as a backward pass may be slow. A waiting thread notices a wrong record earlier.
-std::atomic<std::chrono::microseconds> patience{std::chrono::seconds(1)};
-
 std::string encode(std::uint32_t generation, const std::vector<LaneCount>& counts) {
   comm::WireWriter out;
   out.u32(generation);
@@ -204,7 +201,7 @@ bool IssueOrder::State::speak(Lock& lock) {
   return true;
 }
 
-// Queues messages from the first rank to all others, or to the first rank.
+// The first rank queues a message to every other rank; others queue one to the first.
 void IssueOrder::State::say(const std::vector<LaneCount>& entries) {
   const std::span<const int> all(members);
   for (const int peer : rank == 0 ? all.subspan(1) : all.first(1)) {
@@ -237,11 +234,10 @@ void IssueOrder::State::hear(int from, std::string_view message) {
   Lock lock(mutex);
   for (const LaneCount& entry : decode(generation, message)) {
     if (record->hear(from, entry)) continue;
-    const auto found = queues.find(entry.lane);
     if (rank != 0) {
-      if (found != queues.end()) found->second->chosen += entry.count;
+      count_turns(entry.lane, entry.count);
       record->tell(entry);
-    } else if (found != queues.end()) {
+    } else if (const auto found = queues.find(entry.lane); found != queues.end()) {
       const auto member = std::ranges::find(members, from) - members.begin();
       found->second->heard.at(static_cast<std::size_t>(member)) = entry.count;
     }
@@ -351,6 +347,55 @@ void IssueOrder::State::let_tasks_go_first() {
   }
 }
 
+// Returns what the other ranks need to know: whether this rank has other lanes, and how far it is.
+comm::Saying IssueOrder::State::begin_adding(const std::shared_ptr<Queue>& queue) {
+  record->begin_adding(several);
+  if (!several) ++generation;
+  comm::Saying mine;
+  mine.any = {queues.empty() ? '\0' : '\1'};
+  mine.most = {several ? turns().taken() : issued_alone};
+  queue->heard.assign(members.size(), 0);
+  queue->heard.front() = kAll;    // the first rank knows its own tasks
+  queues[queue->number] = queue;  // other ranks may tell of it from here on
+  paused = !several;
+  return mine;
+}
+
+// `all`: what the ranks said, or none after a failure.
+void IssueOrder::State::end_adding(Queue& queue, const std::optional<comm::Agreement>& all) {
+  paused = false;
+  const bool ends_record = all && rank == 0 && several;
+  record->end_adding(ends_record ? std::optional(all->most.front()) : std::nullopt);
+  if (!all) {
+    failed = true;  // the ranks no longer know how far the others are
+    queues.erase(queue.number);
+  } else if (all->any.front() == '\0') {  // no other lanes, on any rank
+    several = false;
+    issued_alone = 0;
+    queue.unasked = kAll;
+  } else if (!several) {
+    several = true;
+    const std::int64_t furthest = all->most.front();
+    for (const auto& [_, older] : queues) {
+      if (older->unasked == kAll) older->unasked = older->chosen = furthest;
+    }
+  }
+}
+
+void IssueOrder::State::remove(int lane) {
+  queues.erase(lane);
+  if (!turns().follows()) {
+    record->restart();
+  } else if (queues.empty()) {
+    record->leave();
+  }
+}
+
+void IssueOrder::State::count_turns(int lane, std::int64_t count) {
+  const auto found = queues.find(lane);
+  if (found != queues.end()) found->second->chosen += count;
+}
+
 void IssueOrder::State::come(Queue& queue, Item item) {
   if (item.phase < 0) item.phase = phase;
   if (item.skipped && item.place == kAfterBuckets) queue.unissued.push_back(phase++);
@@ -404,13 +449,6 @@ void IssueOrder::State::work() {
     record->ask_to_stop();
     flush(lock);
   }
-}
-
-void IssueOrder::set_patience(std::chrono::microseconds its_patience) { patience = its_patience; }
-
-std::chrono::microseconds IssueOrder::time_to_look() {
-  constexpr std::chrono::microseconds kMost{20'000};
-  return std::min(kMost, patience.load());
 }
 
 }  // namespace hsdp

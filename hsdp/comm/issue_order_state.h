@@ -1,6 +1,7 @@
 // The tasks of an IssueOrder and the thread that issues them: decides whose turn it is, alone or by
 // messages to the other ranks, and runs the task. Internal to issue_order.cpp, whose lanes bring
-// the tasks. `mutex` guards all members, except the group's and those that only one thread uses.
+// the tasks. `mutex` guards all members, except those that are set once and those that only the
+// thread uses; `phase` may be read without it.
 #pragma once
 
 #include <atomic>
@@ -8,13 +9,18 @@
 #include <condition_variable>
 #include <deque>
 #include <exception>
+#include <functional>
+#include <limits>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
 
+#include "hsdp/comm/agreement.h"
 #include "hsdp/comm/issue_order.h"
 #include "hsdp/comm/recorded_turns.h"
 #include "hsdp/device/host_event.h"
@@ -27,6 +33,8 @@ struct IssueOrder::State {
 
   static constexpr std::int64_t kAll = std::numeric_limits<std::int64_t>::max();
   static inline thread_local bool is_issuing = false;  // this is the thread of an IssueOrder
+  // Long, as a backward pass may be slow. A waiting thread notices a wrong record earlier.
+  static inline std::atomic<std::chrono::microseconds> patience{std::chrono::seconds(1)};
 
   struct Item {
     std::function<void()> task;
@@ -34,7 +42,7 @@ struct IssueOrder::State {
     int place = 0;
     bool may_skip_later = false;
     bool ends_step = false;
-    std::int64_t phase = -1;             // Issuer::phase() when it came
+    std::int64_t phase = -1;             // Issuer::phase() when it came, or OrderedTask::phase
     std::shared_ptr<HostEvent> event{};  // instead of a task
     bool ordered = false;                // once it is sorted
     bool opens = false;                  // the first bucket of a microbatch
@@ -124,6 +132,10 @@ struct IssueOrder::State {
   void let_tasks_go_first();
   [[nodiscard]] bool is_open() const;
   [[nodiscard]] bool is_idle() const;
+  [[nodiscard]] comm::Saying begin_adding(const std::shared_ptr<Queue>& queue);
+  void end_adding(Queue& queue, const std::optional<comm::Agreement>& all);
+  void remove(int lane);
+  void count_turns(int lane, std::int64_t count);
   void come(Queue& queue, Item item);
   void give_here(Queue& queue);
   [[nodiscard]] const comm::Turns& turns() const { return record->turns(); }

@@ -12,6 +12,7 @@
 
 #include "bindings/module/held_object.h"
 #include "bindings/module/text_argument.h"
+#include "hsdp/device/all_signals_blocked.h"
 #include "hsdp/error.h"
 
 namespace hsdp::python {
@@ -175,6 +176,7 @@ void ReducerHandle::leave(const std::string& reason, double grace_s) {
   const auto call_within_grace = [&](auto task) {
     std::jthread timer;
     try {
+      const AllSignalsBlocked blocked;
       timer = std::jthread(end_in_time);
     } catch (const std::system_error&) {  // no more threads: the mesh's timeout is then the bound
     }

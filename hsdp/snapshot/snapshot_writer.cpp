@@ -8,6 +8,7 @@
 #include <mutex>
 #include <thread>
 
+#include "hsdp/device/all_signals_blocked.h"
 #include "hsdp/error.h"
 #include "hsdp/snapshot/snapshot_file_writer.h"
 
@@ -84,7 +85,9 @@ struct Job {
 
 class SnapshotWriter::Queue {
  public:
-  explicit Queue(MemoryCount count) : count_(std::move(count)), thread_([this] { run(); }) {
+  explicit Queue(MemoryCount count) : count_(std::move(count)) {
+    const AllSignalsBlocked blocked;
+    thread_ = std::thread([this] { run(); });
     ::pthread_setname_np(thread_.native_handle(), "hsdp-snapshot");
   }
   Queue(const Queue&) = delete;
@@ -178,7 +181,7 @@ class SnapshotWriter::Queue {
   std::exception_ptr error_;
   bool writing_ = false;
   bool closing_ = false;
-  std::thread thread_;  // last: it uses everything above
+  std::thread thread_;
 };
 
 SnapshotWriter::SnapshotWriter(MemoryCount count)

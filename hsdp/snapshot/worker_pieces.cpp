@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/device/all_signals_blocked.h"
 #include "hsdp/kernels/float_environment.h"
 
 namespace hsdp {
@@ -72,8 +73,11 @@ void run_pieces(std::size_t piece_count, int thread_count,
   Line line(piece_count);
   {
     std::vector<std::jthread> others;
-    for (std::size_t i = 1; i < threads; ++i) {
-      others.emplace_back([&] { line.work(make_worker); });
+    {
+      const AllSignalsBlocked blocked;
+      for (std::size_t i = 1; i < threads; ++i) {
+        others.emplace_back([&] { line.work(make_worker); });
+      }
     }
     line.work(make_worker);
   }

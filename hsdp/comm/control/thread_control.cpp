@@ -14,6 +14,7 @@
 #include "hsdp/comm/control/rank_control.h"
 #include "hsdp/comm/timeout_range.h"
 #include "hsdp/comm/world.h"
+#include "hsdp/device/all_signals_blocked.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
@@ -52,6 +53,7 @@ class ThreadWorld : public std::enable_shared_from_this<ThreadWorld> {
   }
 
   void start() {
+    const AllSignalsBlocked blocked;
     thread_ = std::thread([world = shared_from_this()] { world->run(); });
   }
   void close() {

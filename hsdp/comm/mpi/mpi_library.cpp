@@ -12,6 +12,7 @@
 #include <string_view>
 #include <thread>
 
+#include "hsdp/device/all_signals_blocked.h"
 #include "hsdp/error.h"
 
 namespace hsdp::comm {
@@ -69,6 +70,7 @@ void finalize_at_exit(int status, void* /*unused*/) {
   const MpiExit way = mpi.exit;
   if (mpi.process != ::getpid() || mpi.is_finalizing || way == MpiExit::kLeave) return;
   if (way == MpiExit::kBounded) {
+    const AllSignalsBlocked blocked;
     std::thread([&mpi, status] {
       std::this_thread::sleep_for(kBoundedFinalize);
       if (!mpi.is_finalized) ::_exit(status);

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "hsdp/comm/fork_guard.h"
+#include "hsdp/device/all_signals_blocked.h"
 
 namespace hsdp::comm {
 namespace {
@@ -37,6 +38,7 @@ struct MpiProgress::Worker {
 MpiProgress::MpiProgress(std::shared_ptr<MpiLink> link)
     : worker_(std::make_unique<Worker>()), fork_generation_(comm::fork_generation()) {
   worker_->link = std::move(link);
+  const AllSignalsBlocked blocked;
   worker_->thread = std::thread([worker = worker_.get()] { worker->run(); });
   ::pthread_setname_np(worker_->thread.native_handle(), "hsdp-mpi");
 }

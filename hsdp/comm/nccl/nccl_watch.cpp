@@ -215,6 +215,7 @@ void NcclWatch::abort_all() {
     link->set_poison();
     if (NcclHandle const handle = link->take()) handles.push_back(handle);
   }
+  const AllSignalsBlocked blocked;
   std::thread([library = library_, ending = ending_, device = device_, handles] {
     try {
       const OnCudaDevice current(device);
@@ -235,6 +236,7 @@ void NcclWatch::tear_down(NcclHandle handle, std::atomic<std::uint32_t>& poison)
     const std::lock_guard lock(ending_->mutex);
     ++ending_->tear_downs;
   }
+  const AllSignalsBlocked blocked;
   std::thread([library = library_, control = control_, ending = ending_, device = device_, handle,
                &poison] {
     try {

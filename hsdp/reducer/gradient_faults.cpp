@@ -1,4 +1,4 @@
-#include "hsdp/reducer/gradient_check.h"
+#include "hsdp/reducer/gradient_faults.h"
 
 #include <iterator>
 #include <vector>
@@ -10,7 +10,7 @@
 
 namespace hsdp::reducer {
 
-void GradientCheck::require_fits(int parameter, const StridedView& gradient) const {
+void GradientFaults::require_fits(int parameter, const StridedView& gradient) const {
   check_index("reducer: gradient_ready", "a parameter index below", parameter, parameters_.size());
   const ParameterSpec& spec = parameters_.spec(parameter);
   const auto fault = [&spec](const std::string& expected, const std::string& got,
@@ -37,7 +37,7 @@ void GradientCheck::require_fits(int parameter, const StridedView& gradient) con
   kernels::require_packable(gradient);
 }
 
-std::string GradientCheck::too_many(int parameter, const WindowOptions* window) const {
+std::string GradientFaults::too_many(int parameter, const WindowOptions* window) const {
   Message message{.where = "reducer: gradient of '" + parameters_.spec(parameter).name + "'",
                   .expected = "one gradient per microbatch",
                   .got = "a second one",
@@ -57,8 +57,8 @@ std::string GradientCheck::too_many(int parameter, const WindowOptions* window) 
   return message.text();
 }
 
-std::string GradientCheck::missing(const Collector& collector, const MicrobatchPlan& plan,
-                                   bool in_window) const {
+std::string GradientFaults::missing(const Collector& collector, const MicrobatchPlan& plan,
+                                    bool in_window) const {
   if (plan.intake.is_empty) return unexpected(collector);
   if (options_.missing != Missing::kError) return {};
   const std::vector<int> missing = collector.missing();
@@ -81,7 +81,7 @@ std::string GradientCheck::missing(const Collector& collector, const MicrobatchP
   return message.text();
 }
 
-std::string GradientCheck::unexpected(const Collector& collector) const {
+std::string GradientFaults::unexpected(const Collector& collector) const {
   if (!collector.any_arrived()) return {};
   return Message{
       .where = "reducer: end_microbatch",

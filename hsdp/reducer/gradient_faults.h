@@ -11,14 +11,15 @@
 
 namespace hsdp::reducer {
 
-class GradientCheck {
+class GradientFaults {
  public:
   // All of these outlive it.
-  GradientCheck(const ReducerOptions& options, const ParameterTable& parameters,
-                const Groups& groups)
+  GradientFaults(const ReducerOptions& options, const ParameterTable& parameters,
+                 const Groups& groups)
       : options_(options), parameters_(parameters), groups_(groups) {}
 
-  // UsageError for an unknown parameter, and for a gradient of another shape, dtype or device.
+  // UsageError for an unknown parameter, and for a gradient of another shape, dtype or device, with
+  // wrong strides, without memory, or that cannot be packed.
   void require_fits(int parameter, const StridedView& gradient) const;
   // The message about one too many. `window`: the open one, or null.
   [[nodiscard]] std::string too_many(int parameter, const WindowOptions* window) const;

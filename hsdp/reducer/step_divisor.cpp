@@ -119,10 +119,10 @@ void StepDivisor::count(std::optional<bool> has_batch, bool is_window) {
   unsaid_count_ += count;
 }
 
-bool StepDivisor::is_late(std::optional<bool> has_batch) const {
+bool StepDivisor::is_late(std::optional<bool> has_batch, bool begun) const {
   if (factor_) return false;
   return divide_by_ == DivideBy::kRanksMicrobatches || next_tokens_ || has_batch ||
-         count_by_ != CountBy::kNothing;
+         (begun && count_by_ != CountBy::kNothing);
 }
 
 std::int64_t StepDivisor::averaged(std::int64_t microbatches) const {
@@ -134,13 +134,13 @@ std::int64_t StepDivisor::summed(std::int64_t microbatches) const {
   return sums ? std::max<std::int64_t>(microbatches, 1) : 1;
 }
 
-void StepDivisor::put_in(MicrobatchPlan& plan) const {
+void StepDivisor::describe(MicrobatchPlan& plan) const {
   plan.set_divisor(factor_, loss_scale_);
   plan.count_by = count_by();
   plan.count = unsaid_count_;
 }
 
-void StepDivisor::put_in(MicrobatchPlan& plan, std::int64_t microbatches) const {
+void StepDivisor::set_divisor(MicrobatchPlan& plan, std::int64_t microbatches) const {
   plan.set_divisor(factor_, loss_scale_, averaged(microbatches));
   plan.summed_microbatches = summed(microbatches);
 }

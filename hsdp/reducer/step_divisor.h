@@ -22,28 +22,35 @@ class StepDivisor {
   // Fixes the factor until the step ends, as a hop divides by it.
   void fix() { stands_ = true; }
 
+  // Forgets the last step's counts.
   void begin_step();
   // Counts a microbatch at its beginning.
   void count(std::optional<bool> has_batch, bool is_window);
   // Whether the step counts tokens, but the next microbatch has no count yet.
   [[nodiscard]] bool lacks_tokens() const { return count_by_ == CountBy::kTokens && !next_tokens_; }
-  // Put into a plan what it says about the step, and its divisor after that many microbatches.
-  void put_in(MicrobatchPlan& plan) const;
-  void put_in(MicrobatchPlan& plan, std::int64_t microbatches) const;
+  // Fills in the plan's fields about the step.
+  void describe(MicrobatchPlan& plan) const;
+  // Fills in the plan's divisor after `microbatches` microbatches.
+  void set_divisor(MicrobatchPlan& plan, std::int64_t microbatches) const;
+  // After the microbatch of that plan; the step then has `microbatches`. At the step's end, keeps
+  // what its result was divided by.
   void end(const MicrobatchPlan& plan, std::int64_t microbatches);
+  // Forgets what was fixed or counted for a dropped step.
   void drop();
 
   [[nodiscard]] CountBy count_by() const { return factor_ ? CountBy::kNothing : count_by_; }
-  // Whether the step's factor is unknown before its last microbatch.
-  [[nodiscard]] bool is_late(std::optional<bool> has_batch) const;
+  // Whether the step's factor is unknown before its last microbatch. `begun`: the step has begun.
+  [[nodiscard]] bool is_late(std::optional<bool> has_batch, bool begun) const;
   // Of that many microbatches, the number whose sum a counted factor leaves undivided.
   [[nodiscard]] std::int64_t summed(std::int64_t microbatches) const;
   [[nodiscard]] bool averages_microbatches() const {
     return divide_by_ == DivideBy::kRanksMicrobatches;
   }
+  // The f and s by which the last result was divided.
   [[nodiscard]] double result_factor() const { return result_factor_; }
-  [[nodiscard]] double partial_factor(std::int64_t microbatches) const;
   [[nodiscard]] double result_scale() const { return result_scale_; }
+  // The f of a partial of that many microbatches, unless it is counted.
+  [[nodiscard]] double partial_factor(std::int64_t microbatches) const;
   [[nodiscard]] double loss_scale() const { return loss_scale_; }
 
  private:
@@ -54,7 +61,7 @@ class StepDivisor {
   int replicate_size_;
   DivideBy divide_by_;
   std::optional<double> factor_;
-  CountBy count_by_ = CountBy::kNothing;  // of the step
+  CountBy count_by_ = CountBy::kNothing;  // of the step, or of the last one
   std::optional<std::int64_t> next_tokens_;
   std::int64_t unsaid_count_ = 0;  // since the last word
   bool stands_ = false;

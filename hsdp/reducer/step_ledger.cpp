@@ -7,6 +7,7 @@
 #include "hsdp/error.h"
 
 namespace hsdp::reducer {
+
 StepLedger::StepLedger(int shard_size, int replicate_size, std::optional<Dtype> replica_dtype,
                        DivideBy divide_by)
     : shard_size_(shard_size),
@@ -252,7 +253,7 @@ MicrobatchPlan StepLedger::open(const std::vector<Sync>& sync, bool fresh, const
   plan.fresh = fresh;
   plan.intake = intake;
   plan.counts_differ = intake.counts_differ || std::ranges::any_of(groups_, &Group::counts_differ);
-  divisor_.put_in(plan, microbatch_ + (fresh ? 1 : 0));
+  divisor_.set_divisor(plan, microbatch_ + (fresh ? 1 : 0));
   std::vector<GroupPlan> groups;
   for (std::size_t g = 0; g < groups_.size(); ++g) {
     const Group& group = groups_[g];
@@ -274,7 +275,7 @@ MicrobatchPlan StepLedger::plan_of_step() const {
   plan.shard_size = shard_size_;
   plan.replicate_size = replicate_size_;
   plan.replica_dtype = replica_dtype_;
-  divisor_.put_in(plan);
+  divisor_.describe(plan);
   return plan;
 }
 
@@ -300,10 +301,11 @@ void StepLedger::end(const MicrobatchPlan& plan) {
     ++microbatch_total_;
   }
   holds_ = plan.ends_step() ? Holds::kResult : Holds::kPending;
+  if (plan.ends_step()) {
+    begun_ = false;
+    ++step_total_;
+  }
   divisor_.end(plan, microbatch_);
-  if (!plan.ends_step()) return;
-  begun_ = false;
-  ++step_total_;
 }
 
 void StepLedger::drop() {

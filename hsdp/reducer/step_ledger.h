@@ -53,7 +53,7 @@ class StepLedger {
   [[nodiscard]] std::vector<Sync> sync_of(const WindowOptions& options) const;
   // Refuses microbatches that cannot be meant. UsageError for one without `last`, `sync` or flags
   // that were set, if it would begin a step while the last result was not read; and for one without
-  // a count of tokens in a step that has counts of tokens.
+  // a count of tokens in a step that has counts of tokens, unless it has no batch.
   void require_meant(const MicrobatchOptions& options) const;
   void note_read() { is_read_ = true; }
   void forget_result();

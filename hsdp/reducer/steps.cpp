@@ -90,7 +90,7 @@ Steps::Steps(const ReducerOptions& options, const ParameterTable& parameters, Gr
       parameters_(parameters),
       groups_(groups),
       memory_(std::move(memory)),
-      check_(options, parameters, groups),
+      faults_(options, parameters, groups),
       ledger_(groups.shard.size(), groups.replicate.size(), options.replica_dtype,
               options.divide_by),
       outcome_(groups.world, title(options)),
@@ -316,7 +316,7 @@ void Steps::require_known_factor(const std::vector<Sync>& sync, std::optional<bo
   const auto groups = std::ranges::count(sync, Sync::kAll);
   if (groups == 0 || groups == std::ssize(sync)) return;
   if (groups_.replicate.size() == 1 || !options_.replica_hop->quantizes()) return;
-  if (!ledger_.divisor().is_late(has_batch)) return;
+  if (!ledger_.divisor().is_late(has_batch, ledger_.begun())) return;
   throw UsageError({.where = "reducer: begin_microbatch",
                     .expected = "the replica hop of all groups in the step's last microbatch, as "
                                 "it divides by what was counted until then",
@@ -379,7 +379,7 @@ void Steps::open(MicrobatchPlan plan, AccumulateDtype sums_dtype) {
     plan_ = std::make_shared<const MicrobatchPlan>(std::move(plan));
     provide_memory();
     order_packs();
-  } catch (const std::exception& error) {  // for lack of memory
+  } catch (const std::exception& error) {  // for lack of memory, or of means()
     if (ledger_.phase() == Phase::kCollecting) drop(error.what());
     throw;
   }
@@ -445,10 +445,10 @@ void Steps::gradient_ready(int parameter, StridedView gradient, GradientOwner ow
   outcome_.throw_drop();
   ledger_.require_collecting("gradient_ready");
   try {
-    check_.require_fits(parameter, gradient);
+    faults_.require_fits(parameter, gradient);
     const ValidAfter& after = valid.event || valid.stream ? valid : ValidAfter(caller_);
     if (!frozen_->collector().arrive(parameter, std::move(gradient), std::move(owner), after)) {
-      throw UsageError(check_.too_many(parameter, ledger_.in_window() ? &window_ : nullptr));
+      throw UsageError(faults_.too_many(parameter, ledger_.in_window() ? &window_ : nullptr));
     }
   } catch (const UsageError& error) {
     note_fault(error.what());
@@ -466,7 +466,7 @@ void Steps::note_fault(const std::string& message) {
 }
 
 std::string Steps::missing_message() const {
-  return check_.missing(frozen_->collector(), *plan_, ledger_.in_window());
+  return faults_.missing(frozen_->collector(), *plan_, ledger_.in_window());
 }
 
 double Steps::divide_factor() const {
@@ -568,8 +568,8 @@ void Steps::count_backwards(std::int64_t backwards) {
   frozen_->collector().set_counts_of(plan_);
 }
 
-// Ranks may have different counts, and an f16 wire needs the exponents for the largest: waits for
-// all words. Their mismatches are found when the step ends.
+// If packs need what all ranks count, waits for all words: an f16 wire needs the exponents for the
+// largest count, a hop that divides needs the counted f. Mismatches are found when the step ends.
 std::optional<Words> Steps::raise_counts(std::int64_t word) {
   if (!plan_->packs_late) return std::nullopt;
   std::optional<Words> words;

@@ -16,7 +16,7 @@
 #include "hsdp/log.h"
 #include "hsdp/reducer.h"
 #include "hsdp/reducer/frozen.h"
-#include "hsdp/reducer/gradient_check.h"
+#include "hsdp/reducer/gradient_faults.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/outcome.h"
 #include "hsdp/reducer/parameter_table.h"
@@ -129,7 +129,7 @@ class Steps {
   const ParameterTable& parameters_;
   Groups& groups_;
   MemoryCount memory_;
-  GradientCheck check_;
+  GradientFaults faults_;
   StepLedger ledger_;
   Outcome outcome_;
   StepAgreement agreement_;

@@ -256,6 +256,27 @@ TEST(LocoHop, DividesByTokensThatAllRanksCounted) {
   EXPECT_EQ(means_of(true), means_of(false));
 }
 
+// A step that counts nothing may reduce its groups at different times, whatever came before it.
+TEST(LocoHop, ForgetsTheTokensOfAnEarlierStep) {
+  const test::StepCase step = test::random_step(
+      {{.name = "a", .shape = {1024}}, {.name = "b", .shape = {640}, .group = "late"}}, 4,
+      {Sync::kShard, Sync::kAll}, 1);
+  for (const bool drops : {false, true}) {
+    test::run_mesh({2, 2}, [&](const Mesh& mesh) {
+      Reducer reducer(mesh, {.replica_hop = std::make_shared<LocoHop>()});
+      test::register_all(reducer, step);
+      reducer.divide_by_tokens(5);
+      test::run_microbatch(reducer, step, 0, mesh.rank(), {.last = !drops});
+      if (drops) reducer.discard();
+      reducer.set_requires_all_reduce(false, "late");
+      EXPECT_NO_THROW(test::run_microbatch(reducer, step, 0, mesh.rank(), {}));
+      reducer.set_requires_all_reduce(true, "late");
+      test::run_microbatch(reducer, step, 1, mesh.rank(), {.last = true});
+      EXPECT_NO_THROW(static_cast<void>(reducer.shard("a")));
+    });
+  }
+}
+
 TEST(LocoHop, LetsWhatItExcludesBeFrozen) {
   test::run_world({.size = 2}, [](Communicator& world) {
     const HopPlan plan{.parameters = {{"norm", {32}}, {"layer.weight", {128}}},

@@ -14,8 +14,10 @@
 
 #include "hsdp/kernels/float_environment.h"
 #include "hsdp/kernels/simd_dispatch.h"
+#include "quant/group_arithmetic.h"
 #include "quant/quantize_kernels.h"
-#include "quant/vector_codes.h"
+#include "quant/quantize_tile.h"
+#include "quant/simd_codes.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace hsdp::quant {

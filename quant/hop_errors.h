@@ -32,7 +32,7 @@ class HopErrors {
   HopErrors(const Kind& kind, const HopPlan& plan, std::vector<std::string> names,
             std::vector<GroupMap> maps);
 
-  // What the errors of such windows take.
+  // The memory that the errors of these windows need.
   [[nodiscard]] static std::int64_t bytes(const Kind& kind, std::span<const GroupMap> maps);
 
   void set_replica(int replica) { replica_ = replica; }

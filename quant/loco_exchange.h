@@ -36,7 +36,7 @@ struct ExchangeFormats {
   bool gathers = true;  // false: each replica keeps its part
 };
 
-// A part of a bucket, cut at groups, that is sent at a time.
+// A part of a bucket, cut at group boundaries, that is sent in one exchange.
 struct LocoWindow {
   LocoWindow(std::vector<ParameterRange> runs, GroupMap map, const ExchangeFormats& formats,
              Device device);

@@ -17,8 +17,10 @@
 
 #include "hsdp/kernels/float_environment.h"
 #include "hsdp/kernels/simd_dispatch.h"
+#include "quant/group_arithmetic.h"
 #include "quant/quantize_kernels.h"
-#include "quant/vector_codes.h"
+#include "quant/quantize_tile.h"
+#include "quant/simd_codes.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace hsdp::quant {
@@ -131,6 +133,10 @@ struct FromValues {
 
 // ---- phases of a batch -------------------------------------------------------------------------
 
+using D2 = hn::CappedTag<std::int64_t, 2>;
+
+// Joins the parts of four groups at once: group by group that would cost as much as everything
+// else.
 HWY_INLINE void gather_tops(Batch& batch) {
   const D4 d;
   std::size_t end = batch.count;  // whole vectors, for scale_groups()

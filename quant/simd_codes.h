@@ -1,10 +1,10 @@
 // Codes of whole groups as vectors: loads, stores and sums them, for the SIMD target under
 // compilation. foreach_target.h includes it once per target, hence the toggled guard.
-#if defined(HSDP_QUANT_VECTOR_CODES_H_) == defined(HWY_TARGET_TOGGLE)
-#ifdef HSDP_QUANT_VECTOR_CODES_H_
-#undef HSDP_QUANT_VECTOR_CODES_H_
+#if defined(HSDP_QUANT_SIMD_CODES_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef HSDP_QUANT_SIMD_CODES_H_
+#undef HSDP_QUANT_SIMD_CODES_H_
 #else
-#define HSDP_QUANT_VECTOR_CODES_H_
+#define HSDP_QUANT_SIMD_CODES_H_
 #endif
 
 #include <cstddef>
@@ -172,7 +172,6 @@ HWY_INLINE VI magnitudes_of(VF values) {
 }
 
 using D4 = hn::CappedTag<std::int32_t, 4>;
-using D2 = hn::CappedTag<std::int64_t, 2>;
 using V4 = hn::Vec<D4>;
 
 HWY_INLINE V4 four_lanes(V4 vector) { return vector; }
@@ -182,8 +181,7 @@ HWY_INLINE V4 four_lanes(V vector) {
   return four_lanes(hn::Max(hn::LowerHalf(half, vector), hn::UpperHalf(half, vector)));
 }
 
-// The largest magnitude of a group. gather_tops() does the rest, across lanes, for four groups at
-// once: group by group that would cost as much as everything else.
+// The largest magnitude of the values that it takes, by lane. store() leaves four parts.
 struct Top {
   HWY_INLINE Top() { largest[0] = largest[1] = hn::Zero(DI()); }
   HWY_INLINE void take(const VF (&values)[kVectors]) {

@@ -27,6 +27,7 @@ from hsdp.torch.complex_values import of_kind
 from hsdp.torch.guards.loss_scaling import require_scaled, unscale_result
 from hsdp.torch.guards.unreduced_gradient_guard import require_result
 from hsdp.torch.guards.watched_gradients import attached_names
+from hsdp.torch.optimized_parameters import required_places, slice_makers
 from hsdp.torch.slices.optimizer_arguments import (
     give_settings, is_offloaded, parameter_groups, require_options, require_unit_options,
     required_reducers, restoring_shard_over, settings, tensors,
@@ -39,7 +40,6 @@ from hsdp.torch.slices.parameter_slices import (
 )
 from hsdp.torch.slices.settings_word import SettingsWord
 from hsdp.torch.slices.sharded_state_dict import loadable, make_whole, put_slices
-from hsdp.torch.slices.slice_makers import required_places, slice_makers
 from hsdp.torch.slices.slice_states import MASTER, FreshStates, SharedStates, held_bytes
 from hsdp.torch.units.meta_init import MetaInit, ParamInit, random_state_of_rank_0
 from hsdp.torch.units.pass_hooks import full_state_dict

@@ -4,7 +4,7 @@
 `_run_inner` (`SharedStates.lend` and `take_back`) -> `_start_gather`: `Masters.load_parameters`,
 `OverlappedGather.start` -> a reader of a parameter waits in `GatheredUnit.wait`.
 
-At construction `required_places` finds what it optimizes, and `slice_makers` says how slices are made.
+At construction `hsdp.torch.optimized_parameters` finds what it optimizes, and says how slices are made.
 
 A checkpoint has, of each parameter, the states and the "master" of this rank's slice as FlatSlices, and the
 groups' settings: `put_slices` saves them, `loadable` reads them, `make_whole` gathers them.

@@ -28,7 +28,8 @@ struct Reducer::Parts {
         parameters(options, groups.replicate.size()),
         steps(options, parameters, groups, memory),
         results(parameters, groups, steps, memory),
-        files(options, parameters, results, std::move(agreed.snapshot_id), memory) {
+        files({options, parameters, groups, steps, results}, std::move(agreed.snapshot_id),
+              memory) {
     shard_over(options.shard_over);
   }
 

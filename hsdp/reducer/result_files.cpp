@@ -11,13 +11,12 @@
 
 namespace hsdp::reducer {
 
-ResultFiles::ResultFiles(const ReducerOptions& options, const ParameterTable& parameters,
-                         Results& results, std::string snapshot_id, MemoryCount memory)
-    : options_(options),
-      parameters_(parameters),
-      results_(results),
-      groups_(results.groups()),
-      steps_(results.steps()),
+ResultFiles::ResultFiles(const Sources& sources, std::string snapshot_id, MemoryCount memory)
+    : options_(sources.options),
+      parameters_(sources.parameters),
+      groups_(sources.groups),
+      steps_(sources.steps),
+      results_(sources.results),
       snapshot_id_(std::move(snapshot_id)),
       memory_(std::move(memory)),
       snapshots_(memory_) {}

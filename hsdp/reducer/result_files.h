@@ -1,4 +1,5 @@
-// Writes a Reducer's results to files: snapshots, and digests of this rank's slices.
+// Writes a Reducer's results to files: snapshots, and digests of this rank's slices. Called by the
+// thread that drives the steps.
 #pragma once
 
 #include <cstddef>
@@ -18,11 +19,22 @@ namespace hsdp::reducer {
 class ResultFiles {
  public:
   // All of these outlive it.
-  ResultFiles(const ReducerOptions& options, const ParameterTable& parameters, Results& results,
-              std::string snapshot_id, MemoryCount memory);
+  struct Sources {
+    const ReducerOptions& options;
+    const ParameterTable& parameters;
+    Groups& groups;
+    Steps& steps;
+    Results& results;
+  };
+  ResultFiles(const Sources& sources, std::string snapshot_id, MemoryCount memory);
 
+  // Throws a UsageError unless there is a result or, with results that are not sharded over the
+  // mesh, a partial. Collective if they are: the replicas gather a shard rank's slices. Copies what
+  // the file needs; another thread writes it, and the next flush() or save throws its error.
   void save_snapshot(const std::filesystem::path& path, std::int64_t step);
+  // Local. Throws a UsageError unless there is a result, and what the file system reports.
   void save_digest(const std::filesystem::path& folder, std::int64_t step);
+  // Waits until the snapshots are written. Throws the first error.
   void flush() { snapshots_.flush(); }
   void close() {
     digests_.reset();
@@ -37,9 +49,9 @@ class ResultFiles {
 
   const ReducerOptions& options_;
   const ParameterTable& parameters_;
-  Results& results_;
   Groups& groups_;
   Steps& steps_;
+  Results& results_;
   std::string snapshot_id_;
   MemoryCount memory_;
   SnapshotWriter snapshots_;

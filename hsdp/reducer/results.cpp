@@ -10,7 +10,6 @@
 #include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
 #include "hsdp/kernels/cast_and_pack.h"
-#include "hsdp/kernels/clip.h"
 #include "hsdp/kernels/norm.h"
 #include "hsdp/kernels/scale_and_cast.h"
 

@@ -45,12 +45,11 @@ class Results {
 
   // For norms and files.
   [[nodiscard]] Groups& groups() const { return groups_; }
-  [[nodiscard]] Steps& steps() const { return steps_; }
   [[nodiscard]] Frozen* frozen() const { return steps_.frozen(); }
   [[nodiscard]] const Stream& caller() const { return steps_.caller(); }
   void set_caller(const Stream& stream) { steps_.set_caller(stream); }
   [[nodiscard]] std::int64_t last_step() const;
-  // This rank's slice of what the carry holds.
+  // This rank's slice of the result or partial.
   [[nodiscard]] TensorView own_slice(int parameter) const;
   // Runs the task on the lane, after the caller's stream so far and, on a GPU, before its later
   // work.

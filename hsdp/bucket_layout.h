@@ -5,8 +5,7 @@
 // communication. Memory is O(buckets + parameters): details of every rank are computed on request.
 //
 // flat: parameters of one group, class and wire dtype are joined up to bucket_bytes, and the join
-// is
-//   cut into S even ranges. A larger parameter is cut by itself and travels in several buckets,
+//   is cut into S even ranges. A larger parameter is cut by itself and travels in several buckets,
 //   each a window of all S ranges. With a slice multiple, every cut lies at a multiple of it in the
 //   flattened parameter, or at the parameter's end.
 // dim0: rank r owns rows [r c, min((r+1) c, d0)), c = ceil(d0 / S), unpadded; a scalar belongs to

@@ -11,9 +11,9 @@
 
 namespace hsdp {
 
-// Writes rank_N.json into `folder`, where N is this process's rank in the job, and makes the folder
-// where there is none. Any thread, any time while the mesh is open; asks no other rank. Throws
-// Error when the file cannot be written; one from before stays then.
+// Writes `folder`/rank_N.json, N being this process's job rank; makes the folder if needed. Local.
+// Call it from any thread while the mesh is open. Throws Error if the file cannot be written; an
+// older file then stays.
 void write_flight_record(const Mesh& mesh, const std::filesystem::path& folder);
 
 }  // namespace hsdp

@@ -15,11 +15,11 @@ enum class LogLevel { kDebug = 10, kInfo = 20, kWarning = 30 };  // the numbers 
 // warning, info or debug.
 void read_log_level();
 [[nodiscard]] bool is_logged(LogLevel level);
-// Nothing where it is not logged. `text` gets "hsdp: " in front.
+// Does nothing if the level is not logged. Puts "hsdp: " in front.
 void log_line(LogLevel level, const std::string& text);
 
-// Lines of at least `level` go to `sink`, which any thread may call at any time. Lower ones go to
-// stderr if HSDP_LOG asks for them, warnings included. nullptr removes the sink.
+// Sends lines of at least `level` to `sink`, from any thread. Lower ones go to stderr if HSDP_LOG
+// asks for them, warnings included. nullptr removes the sink.
 using LogSink = void (*)(LogLevel level, std::string line);
 void set_log_sink(LogSink sink, int level);
 

@@ -1,6 +1,6 @@
-// What a Reducer, its hop, optimizers and gathers will hold and send on this rank, known before any
-// of it exists. Reducer::memory_plan() returns it; that call is local. Plain data, with the field
-// names of ReducerStats.
+// What a Reducer and its hop will hold and send on this rank, known before the first step, and what
+// the optimizers and gathers that exist already do. Reducer::memory_plan() returns it; that call is
+// local. Plain data, with the field names of ReducerStats.
 #pragma once
 
 #include <cstdint>

@@ -23,15 +23,17 @@
 //     wait_table
 //   save_snapshot, if results are sharded over the mesh
 //
-// All other calls are local: a rank may make them alone. Flags, factors and the loss scale are set
-// by local calls, to the same values on every rank.
+// All other calls are local: a rank may make them alone, except divide_by_tokens, which all ranks
+// call or none. Flags, factors and the loss scale are set by local calls, to the same values on
+// every rank.
 //
 // Threads and streams: gradient_ready and reject_gradient may be called from any thread, everything
 // else from one thread at a time. Reductions run on threads of the Reducer. On CUDA a gradient is
 // read after the work that set_stream()'s stream had when gradient_ready was called, results are
 // ordered before its later work, and the stream that frees or overwrites a gradient waits for
-// packed(). Only calls that return a number or a vector, save_snapshot, save_digest and close wait
-// for the GPU.
+// packed(). Only calls that return a number or a vector, save_snapshot, save_digest,
+// release_memory, close and the destructor wait for the GPU; so does begin_microbatch if it has to
+// change the memory of local sums.
 //
 // Errors: UsageError for misuse on this rank, and StepAbortedError where another rank dropped the
 // step or failed to set the Reducer up: all ranks can go on. PeerLostError, TimeoutError, a
@@ -68,7 +70,8 @@ namespace reducer {
 
 class Results;
 
-// How a scope that began with it ends, and what its rank tells the others when that drops a step.
+// Tells whether a scope is left by an exception, and the reason that other ranks get if that drops
+// a step.
 class ScopeEnd {
  public:
   static constexpr std::string_view kRaised = "its block raised an exception";
@@ -291,9 +294,8 @@ double clip_grad_norm(std::span<Reducer* const> reducers, double max_norm);
 // The same with the norm in one f64, as Reducer::grad_norm(out). On CUDA on the stream of the first
 // Reducer, which becomes that of all.
 Event clip_grad_norm(std::span<Reducer* const> reducers, double max_norm, TensorView norm);
-// As before, but it scales nothing: it writes what to scale by, which is 1, or max_norm / (norm +
-// 1e-6) where that is less, in one f32 or f64. For an optimizer that multiplies gradients as it
-// reads them, as zero::AdamW does.
+// Writes the scaling factor without scaling: min(1, max_norm / (norm + 1e-6)), in one f32 or f64.
+// For an optimizer that multiplies gradients as it reads them, as zero::AdamW does.
 Event clip_factor(std::span<Reducer* const> reducers, double max_norm, TensorView norm,
                   TensorView factor);
 

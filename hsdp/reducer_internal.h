@@ -35,10 +35,10 @@ class ReducerInternal {
   // Collective: runs a part of a set-up that rests on the Reducer. Where it throws on one rank, the
   // others get a StepAbortedError, "rank 1 could not <what>: ...".
   void together(std::string_view what, const std::function<void()>& part) const;
-  // Collective, between microbatches: a lane for collectives of the shard group that run under
-  // later microbatches. `name` is that of its thread, the same on every rank. `prepare` is run
-  // first: what it throws is agreed like the rest, and the lines it returns are compared between
-  // the ranks. All ranks have the lane in the end or none, and it may be tried again.
+  // Collective, between microbatches. Makes a lane for collectives of the shard group that run
+  // during later microbatches. `name`: of its thread, the same on every rank. Runs `prepare` first;
+  // its lines must be the same on all ranks. Succeeds on all ranks or on none, and may be tried
+  // again.
   using LanePreparation = std::function<std::vector<std::string>()>;
   [[nodiscard]] std::unique_ptr<GatherLane> make_lane(const std::string& name,
                                                       const LanePreparation& prepare = {}) const;
@@ -47,7 +47,7 @@ class ReducerInternal {
   [[nodiscard]] reducer::Groups& groups() const;
   // Blocks until what this rank has launched is done. Throws the world's failure.
   void wait_idle() const;
-  // For the record of what works on them, and its times in stats().
+  // Records the operations of parts that work on the slices; stats() has their times.
   [[nodiscard]] const Operations& operations() const;
 
   // Whether a gradient of that parameter (an index from register_parameter) was handed over in the
@@ -55,8 +55,8 @@ class ReducerInternal {
   [[nodiscard]] bool has_gradient(int parameter) const;
 
   // Windows over several Reducers, as zero::CoalescedWindow holds them.
-  // Throws what end_window would throw for this rank's own mistakes: to be asked of all of them
-  // before the first one's window ends.
+  // Throws what end_window would throw for this rank's mistakes. Call it for every Reducer before
+  // ending the first one's window.
   void check_window() const;
   // Leaves a window without its end: drops its step, unless that was dropped inside of it. From
   // such a drop on every call is refused until the window is left, by this or by end_window, which
@@ -66,8 +66,8 @@ class ReducerInternal {
   // next call would throw; none when no other rank has dropped the step.
   [[nodiscard]] std::optional<StepAbortedError> take_drop() const;
 
-  // Into how many parts a shard rank's slices are cut: the replicas where results are sharded over
-  // the mesh, else 1. layout() has the parts: those of a shard rank beside each other.
+  // Number of parts of a shard rank's slices: the number of replicas if results are sharded over
+  // the mesh, else 1. In layout() the parts of a shard rank are adjacent.
   [[nodiscard]] int slice_parts() const;
   // All of this shard rank's slice, with the parts of the other replicas.
   [[nodiscard]] Slice shard_slice(std::string_view name) const;

@@ -26,7 +26,7 @@ namespace hsdp {
 enum class Sync : std::uint8_t {
   kNone,   // added up on this rank, at full size; nothing is sent
   kShard,  // reduced in the shard group, added to the carry
-  kAll,    // and over the replicas: where all groups are, this ends the step
+  kAll,    // as kShard, then reduced over the replicas; ends the step if every group has it
 };
 // A parameter without a gradient at the end of a microbatch.
 enum class Missing : std::uint8_t {
@@ -109,8 +109,8 @@ constexpr std::string_view word_of(Value value) {
 // [Note: buckets that a cache holds]
 constexpr std::int64_t kHostBucketBytes = std::int64_t{2} << 20;
 
-// Of a mesh of so many ranks. A message between two ranks is a part of a bucket that gets smaller
-// with their number: GPUs want 64 KiB, as long as that takes no more than 128 MiB.
+// The default for a mesh of that many ranks. On a GPU each rank's part of a bucket has 64 KiB, with
+// buckets of at least 32 and at most 128 MiB.
 constexpr std::int64_t default_bucket_bytes(DeviceType device, int rank_count) {
   if (device == DeviceType::kHost) return kHostBucketBytes;
   constexpr std::int64_t kMessage = std::int64_t{64} << 10;
@@ -118,7 +118,8 @@ constexpr std::int64_t default_bucket_bytes(DeviceType device, int rank_count) {
 }
 
 struct ReducerOptions {
-  // Wire of the shard hop, but for f64, which travels as it is; default: each gradient's own dtype.
+  // Wire dtype of the shard hop; f64 gradients are always sent as f64. Default: the gradient's
+  // dtype.
   std::optional<Dtype> reduce_dtype{};
   std::optional<Dtype> replica_dtype{};  // wire of the replica hop; default: the reduce dtype
   Layout layout = Layout::kFlat;
@@ -130,13 +131,13 @@ struct ReducerOptions {
   std::string reduction = "exact";            // or "native" (nccl only)
   std::shared_ptr<ReplicaHop> replica_hop{};  // default: a PlainHop
   DivideBy divide_by = DivideBy::kRanks;      // the default divide factor
-  // With one replica both are the same. kMesh: the replica hop is a reduce-scatter, of a hop that
-  // scatters(); the result is never whole on a shard rank.
+  // kMesh: the replica hop is a reduce-scatter, so it must have scatters(); no rank holds a whole
+  // shard of the result. With one replica both are the same.
   ShardOver shard_over = ShardOver::kShard;
-  // Every Nth step the replicas compare the bits of its result, which each of them has but over the
-  // mesh, and one that has others ends the world with a MismatchError before anybody reads it. Of
-  // every Nth gather of a zero::ParameterGather all ranks compare the parameters, with the next
-  // step's words. 0: never.
+  // Compare every N steps; 0: never. The replicas compare the bits of the step's result (not with
+  // kMesh, where each has another part). After every Nth gather of a zero::ParameterGather, all
+  // ranks compare the parameters in the next step's status words. A difference ends the world with
+  // a MismatchError; one of results, before they can be read.
   std::int64_t verify_every = 0;
   std::string name{};  // in snapshots, and where ranks compare options; one line, at most 127 bytes
 };
@@ -181,8 +182,8 @@ struct ParameterSpec {
 struct MicrobatchOptions {
   std::optional<bool> last{};
   std::optional<Sync> sync{};
-  // Where ranks may run out of batches: whether this one has one. Without it no gradient may come,
-  // and the divide factor counts the batches that there were. On all ranks, or on none.
+  // Whether this rank has a batch. Set it on all ranks or on none, if ranks can run out of batches.
+  // A rank without one hands over no gradients; f counts the batches that exist.
   std::optional<bool> has_batch{};
 };
 
@@ -191,8 +192,8 @@ struct WindowOptions {
   // True ends the step, false leaves it pending with the partial sync. None: the flags decide, all
   // of which are on by default: it ends the step.
   std::optional<bool> last{};
-  // How many gradients each parameter gets, where this rank knows: it may be reduced as soon as its
-  // last one is there, and one more is an error.
+  // Gradients per parameter, if this rank knows: the parameter can be reduced after the last one,
+  // and one more is a UsageError.
   std::optional<std::int64_t> backwards{};
   // kBuffer: the Reducer adds them up. kGrad: the caller does, and hands each parameter's sum over.
   Accumulate accumulate = Accumulate::kBuffer;

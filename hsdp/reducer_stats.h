@@ -37,7 +37,7 @@ struct ReducerStats {
   double replica_hop_s = 0;
   double gather_s = 0;
   double update_s = 0;   // of zero::AdamW
-  double waiting_s = 0;  // for which calls blocked their threads
+  double waiting_s = 0;  // for which calls blocked the calling threads
 
   std::int64_t carry_bytes = 0;        // fp32 or f64 carry, also the result
   std::int64_t total_bytes = 0;        // totals of groups with sync = all before the step's end

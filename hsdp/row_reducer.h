@@ -87,7 +87,8 @@ class RowReducer {
   // Ends a backward that reduced something. In the step's last one, checks that all ranks have
   // reduced the same rows.
   void end_backward();
-  // The same before abandon_step() or close(), if the backward may be over: waits for no rank.
+  // As end_backward(), for a caller that calls abandon_step() or close() next; the backward need
+  // not be over. Does not wait for other ranks.
   void leave_backward();
 
   // Ends a step. Returns the groups of which some rank still has kept rows, as they did not run in

@@ -24,14 +24,15 @@ namespace hsdp {
 
 class Trace {
  public:
-  // Collective. Begins. The first rank of the mesh writes the file; the other ranks' paths are not
-  // used. Throws UsageError if a trace runs, and Error if the file cannot be made.
+  // Collective: begins the trace. Only the path of the mesh's first rank is used. Throws UsageError
+  // if a trace runs, and Error if the file cannot be made.
   Trace(Reducer& reducer, const std::filesystem::path& path);
   ~Trace();
   Trace(const Trace&) = delete;
   Trace& operator=(const Trace&) = delete;
 
-  // Collective. Waits until the Reducer has done what was launched, and ends. Once.
+  // Collective: waits until the Reducer's launched work is done, ends the trace and writes the
+  // file. Call it once.
   void write();
   // As the destructor, with a reason for the other ranks.
   void leave(std::string_view reason) noexcept;

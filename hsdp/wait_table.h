@@ -8,11 +8,10 @@
 
 namespace hsdp {
 
-// Of the shard hops, replica hops, gathers and ends of microbatches that every rank of their group
-// still has in its record. The last to begin one is who the others waited for, from their own
-// beginning on and for as long as it took them. Where that rank was late because it had waited
-// itself, whom it waited for counts instead. On a GPU the hosts wait for each other at the ends of
-// microbatches only.
+// Covers the shard hops, replica hops, gathers and microbatch ends that every rank of their group
+// still has in its record. Each rank waited for the last one to begin, from its own beginning on.
+// If that rank was late because it waited for another, the other one counts. On a GPU hosts wait
+// for each other only at the ends of microbatches.
 struct WaitTable {
   struct Wait {
     int waiting = 0;  // ranks of the mesh

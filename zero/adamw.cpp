@@ -197,8 +197,8 @@ void AdamW::set_steps(std::int64_t steps, Stream& stream) {
                       .got = std::to_string(steps)});
   }
   AdamWClock clock;
-  while (clock.steps < steps)
-    count_step(clock, parts_->options);  // with the same bits of the powers
+  // Step by step, so that the powers have the same bits.
+  while (clock.steps < steps) count_step(clock, parts_->options);
   stream.run([&clock, to = parts_->clock(), inside = stream.inside_task()] {
     copy_bytes(to, &clock, sizeof(clock), inside);
   });

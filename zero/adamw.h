@@ -33,8 +33,8 @@
 // Memory: 8 bytes per element of the slices, counted in optimizer_bytes of the Reducer's stats().
 // Threads: one at a time.
 // Streams: an update runs on the given stream and must be over before the Reducer's next step
-// begins, as it is on the stream of Reducer::set_stream. Only steps() and set_steps() wait for the
-// GPU.
+// begins. On CUDA that holds by itself for an update on the stream of Reducer::set_stream. Only
+// steps() and set_steps() wait for the GPU.
 // Collective: construction, which prepares the Reducer. Everything else is local.
 // Errors: UsageError for options out of range, slices that do not fit, a stream of another device,
 // and as Reducer::shard. After one nothing has changed.

@@ -23,7 +23,7 @@ struct AdamWNumbers {
   std::uint32_t skip = 0;
 };
 
-// What an optimizer counts, in memory of its device, where alone it is known whether an update was
+// The counters of an optimizer, in device memory, as only the device knows whether an update was
 // skipped. All zero at the start.
 struct AdamWClock {
   std::int64_t steps = 0;

@@ -19,7 +19,7 @@ struct AdamWSlice {
   std::int64_t count = 0;
 };
 
-// Counts a step and writes its numbers, unless the step is skipped.
+// Writes whether the step is skipped; if not, counts it and writes its numbers.
 void adamw_tick(const AdamWTick& args, const Stream& stream);
 
 // Updates by the numbers that the last tick has left in `clock`.

@@ -36,8 +36,8 @@ void drop_steps(const std::vector<Reducer*>& reducers, const std::string& reason
     try {
       if (!reducer->state().step_begun) reducer->begin_step();
       reducer->abandon_step(reason);
-    } catch (
-        const std::exception&) {  // it is closed or has failed; the first error is more important
+    } catch (const std::exception&) {
+      // It is closed or has failed. The first error is more important.
     }
     ReducerInternal(*reducer).leave_window(reason);
   }

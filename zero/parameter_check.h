@@ -1,8 +1,8 @@
 // Checks that all ranks of the mesh hold the same parameters after each `every`th gather of all of
 // them, for the option verify_every [Note: parameters that are compared].
 //
-// A party of the Reducer's steps. Until the next gather its section has the digest of what was
-// gathered; if a rank has another one, the world ends. Thread-safe.
+// A party of the Reducer's steps. Until the next gather its section of the status word is the
+// digest of the gathered parameters; if ranks have different ones, the world ends. Thread-safe.
 #pragma once
 
 #include <cstdint>

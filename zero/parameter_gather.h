@@ -23,9 +23,10 @@
 // not be read before ready(), nor written between start() and the end of the unit's gather
 // (fence()).
 // Threads: start() and fence() from one thread at a time; ready() and wait() from any thread.
-// Streams: a unit is read after `updated`. On a GPU wait() makes a stream wait, not the host.
+// Streams: a unit is read after `updated`. On a GPU a stream that waits is ordered after the work.
 // Collective: construction, over the mesh; start() and start_all(), in the same order on every rank
-// that gathers. Everything else is local: ranks wait in any order, as often as they like.
+// of the shard group, and of the mesh on a GPU or if results are sharded over it. Everything else
+// is local: ranks wait in any order, as often as they like.
 // Errors: UsageError for arrays that do not fit and for unknown numbers; MismatchError if ranks
 // give different parameters. An error in a gather ends the world, and every wait throws it.
 #pragma once
@@ -80,8 +81,9 @@ class ParameterGather {
   // The parameters of that unit, as indices into those given at construction.
   [[nodiscard]] const std::vector<int>& unit(int number) const;
 
-  // Gathers that unit after `updated`, when this rank's slices are new. Never blocks. Compares its
-  // collectives with those of the peers.
+  // Gathers that unit after `updated`, when this rank's slices are new. Returns at once; on a
+  // GPU it waits until the work of `updated` is enqueued. Compares its collectives with those of
+  // the peers.
   Event start(int unit, const Event& updated);
   // Gathers all units in their order. Compares the collectives only the first time.
   void start_all(const Event& updated);
@@ -94,7 +96,8 @@ class ParameterGather {
   void wait(int parameter);
   void wait(std::string_view name) { wait(find(name)); }
   void wait_all();
-  // Makes the stream wait, on a GPU without blocking the host.
+  // Makes the stream wait. On a GPU it blocks the host only until this rank has enqueued the
+  // gather, for which every rank must have given it.
   void wait(int parameter, Stream& reader) const;
   // Replaces the parameter's array from the next start on, by one of the same count, dtype and
   // device. Only while no gather is under way.

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "hsdp/comm/operation_record.h"
 #include "hsdp/device/scratch.h"
 #include "hsdp/error.h"
 #include "hsdp/index_check.h"
@@ -483,12 +484,12 @@ void UnitGather::wait(int unit) {
     event = mine.gathered;
   }
   if (event.state() == nullptr) return;
-  const auto begin = std::chrono::steady_clock::now();
+  const double begin_s = Operations::now_s();
   const bool is_late = !event.complete();
   parts_->lane->wait(event);
-  const std::chrono::duration<double> waited = std::chrono::steady_clock::now() - begin;
+  const double waited_s = Operations::now_s() - begin_s;
   const std::scoped_lock lock(parts_->mutex);
-  if (is_late) parts_->stats.exposed_s += waited.count();
+  if (is_late) parts_->stats.exposed_s += waited_s;
   if (mine.gathered.state() == event.state()) mine.gathered = {};
 }
 

@@ -75,14 +75,15 @@ class UnitGather {
   Event gather(int unit, std::vector<TensorView> arrays, const Event& updated);
   // True from the first gather of a pass until all ranks have made theirs.
   [[nodiscard]] bool waits_for_opening() const;
-  // Whether that unit is the next one of the record, so that gathering it asks no other rank. Check
-  // it before gathering a unit that may not be used: on a GPU a wrong one may cost the step if this
-  // rank has given gradients. Blocks while waits_for_opening().
+  // Whether the record's next unit is that one, so that gathering it needs no message. Check it
+  // before gathering a unit that may stay unused: on a GPU, a unit that is not next can force the
+  // step to be dropped once this rank has handed over gradients. Blocks while waits_for_opening().
   [[nodiscard]] bool comes_next(int unit);
   // Blocks the host until the last gather of that unit is complete; returns at once before the
   // first.
   void wait(int unit);
-  // Makes the stream wait, on a GPU without blocking the host.
+  // Makes the stream wait. On a GPU it blocks the host only until this rank has enqueued the
+  // gather, for which every rank must have given it.
   void wait(int unit, Stream& reader) const;
   // Takes part in the rounds of other ranks until all are in this call or in begin_update(). Ranks
   // may call it different numbers of times. On a GPU, if ranks may want different units, call it

@@ -134,7 +134,7 @@ class BucketPipeline {
   void send_to_replica_hop(const Launch& launch);
   void wait(const Event& event) { setting_.groups.world.wait(event); }
   void await(const Event& event) const;  // on the caller's thread
-  // What a hop's operation has come to when its task returns.
+  // The state of a hop's operation when its task returns.
   [[nodiscard]] OperationState ended() const {
     return on_host() ? OperationState::kDone : OperationState::kIssued;
   }

@@ -176,7 +176,8 @@ class Collector {
   void run(Lock& lock, const Pack& pack);
   // On a GPU: launches the packs queued at that place, if there are enough or none will follow.
   void launch_packs(Lock& lock, int place, bool nothing_to_come);
-  // A bucket that has all its gradients but no slot: fixes what its pack will wait for.
+  // For a bucket that has all its gradients but no slot: records now the events that its pack waits
+  // for, so that it does not wait for later work of those streams.
   void fix_valid(Lock& lock, const BucketState& state);
   void accumulate(int parameter, const Contribution& contribution);
   void add_to_carries(int parameter, const Contribution& contribution, bool adds);
@@ -224,7 +225,7 @@ class Collector {
   std::vector<char> early_holes_;      // made by give_next()
   std::vector<char> accumulated_;
   std::vector<Kept> kept_;
-  std::vector<BucketState> states_;
+  std::vector<BucketState> states_;                // by bucket
   std::vector<std::vector<CarryRun>> carry_runs_;  // if a shard group of one cuts its result
   std::vector<int> order_;                         // the buckets of this microbatch
   std::size_t next_slot_ = 0;

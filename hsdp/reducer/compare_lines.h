@@ -20,8 +20,8 @@ struct LineDifference {
   std::size_t line = 0;
   std::string expected;   // on rank 0; "nothing more" after its last line
   std::string got;        // on `rank`
-  int rank = 0;           // in the world: the first that differs from rank 0
-  bool is_empty = false;  // only that rank has no lines at all
+  int rank = 0;           // in the world: the first one without lines, else the first unlike rank 0
+  bool is_empty = false;  // `rank` has no lines at all, but another rank has
 };
 
 // Collective. The same answer on every rank; none if all agree. Digests travel first, then only the

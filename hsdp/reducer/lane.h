@@ -64,9 +64,10 @@ class Lane {
     Event after;
   };
   // Runs `task` after all tasks so far and after `work.after`, which must always complete, as
-  // events of streams do. Returns at once. The returned Event completes when the task and, on a
-  // GPU, its work are done; it throws their error. If the step was dropped, here or where `after`
-  // comes from, the task does not run and the Event throws that.
+  // events of streams do. Returns at once; on a GPU it waits until the work of `after` is enqueued.
+  // The returned Event completes when the task and, on a GPU, its work are done; it throws their
+  // error. If the step was dropped, here or where `after` comes from, the task does not run and the
+  // Event throws that.
   Event run(const Work& work, std::function<void(Stream&)> task);
 
   // Blocks until the tasks so far have run.

@@ -69,7 +69,8 @@ struct MicrobatchPlan {
   Intake intake;
   // Ranks may have different counts, in this intake or in pending local sums.
   bool counts_differ = false;
-  // Nothing is packed before all words are in: an f16 wire needs the largest count of any rank.
+  // Nothing is packed before all words are in: an f16 wire needs the largest count of any rank, and
+  // a hop that divides needs the counted f.
   bool packs_late = false;
   AccumulateDtype sums_dtype = AccumulateDtype::kF32;  // of the local sums
   std::shared_ptr<StepResult> result;                  // of the step

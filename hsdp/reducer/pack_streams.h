@@ -23,13 +23,13 @@
 
 namespace hsdp::reducer {
 
-// Keeps a gradient's memory alive, until it was read or until the end.
+// Keeps a gradient's memory alive for as long as `until` says.
 struct GradientOwner {
   std::shared_ptr<const void> keep_alive;
   KeptUntil until = KeptUntil::kRead;
 };
 
-// Collects after what several gradients are valid.
+// Collects the events and streams after which a set of gradients is valid.
 class AllValid {
  public:
   void add(const ValidAfter& valid);
@@ -62,7 +62,8 @@ class PackStreams {
   [[nodiscard]] bool on_host() const { return device_.type == DeviceType::kHost; }
   [[nodiscard]] kernels::PackQueue& queue(int place) { return lane(place).queue; }
   [[nodiscard]] std::int64_t misaligned_bytes() const;  // of all queues
-  // Packs queued at that place from now on come after that; on the host the caller waits for it.
+  // Orders packs queued at that place from now on after the event; on the host, blocks until it
+  // completes.
   void wait(int place, const Event& event);
   void wait_on_all(const Event& event);
   void wait(int place, const ValidAfter& valid);

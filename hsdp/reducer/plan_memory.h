@@ -23,7 +23,7 @@ struct PlannedRank {
   return {groups.device, groups.owner(), groups.shard.size(), groups.replicate.size()};
 }
 
-// What the hop of a Reducer is prepared with, without the count of its memory.
+// The HopPlan for a Reducer's hop, except its `memory`.
 [[nodiscard]] HopPlan make_hop_plan(const ParameterTable& parameters, const ReducerOptions& options,
                                     const BucketLayout& layout, const GradientMemory& memory,
                                     const PlannedRank& rank);

@@ -1,4 +1,4 @@
-// Checks in every `every`th step that all replicas have the same bits as the result [Note: results
+// Checks, every `every` steps, that the result has the same bits on all replicas [Note: results
 // that are compared].
 //
 // The digest of a rank's rows travels with the step's non-finite bit. Only if one differs do its
@@ -28,7 +28,7 @@ class ReplicaCheck {
   ReplicaCheck(std::int64_t every, const ParameterTable& parameters, const BucketLayout& layout,
                const GradientMemory& memory, const Groups& groups);
 
-  // The last of every `every` steps, where there are replicas.
+  // True for every `every`th step, if there are several replicas.
   [[nodiscard]] bool is_due(std::int64_t step) const {
     return digest_.size() > 0 && (step + 1) % every_ == 0;
   }

@@ -38,7 +38,8 @@ class RowSteps {
   }
   void reject(const std::string& message);
   void end_backward();
-  // The same before the step is closed or dropped: waits for no rank.
+  // As end_backward(), for a caller that drops or closes the step next. Does not wait for other
+  // ranks.
   void leave_backward();
   [[nodiscard]] std::vector<int> begin_finish();
   void end_finish();

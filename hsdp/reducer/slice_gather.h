@@ -44,8 +44,8 @@ struct FullArray {
   TensorView array;  // contiguous, all elements of the parameter; this rank's slice is in place
 };
 
-// The checked arrays, in their order. Its UsageErrors begin with `where`. `count_of` a parameter's
-// number: the elements of its array, if these are not all.
+// Checks the arrays against the parameters and returns them in the given order. UsageErrors begin
+// with `where`. `count_of(p)`: the expected number of elements, if not the whole parameter.
 [[nodiscard]] std::vector<FullArray> full_arrays(
     std::span<const ParameterSpec> parameters, std::span<const NamedArray> arrays, Device device,
     std::string_view where, const std::function<std::int64_t(int)>& count_of = {});

@@ -68,8 +68,8 @@ struct Words {
   [[nodiscard]] StatusWord fields() const;
   // The same of the ranks that send; none if no rank sends.
   [[nodiscard]] std::optional<StatusWord> sent() const;
-  // Whether no rank has that party any more, though the words had a place for it, and no rank
-  // dropped the step.
+  // Whether the party is gone on every rank: no word has a section for it. False if a rank dropped
+  // the step.
   [[nodiscard]] bool is_gone(std::size_t party) const;
 };
 

@@ -55,7 +55,7 @@ GatherLane::GatherLane(reducer::Groups& groups, const std::string& name,
   compare(world, name, lines);
   const std::string quoted = "'" + name + "'";
   reducer::Groups own = groups;
-  own.operations = groups.operations.of("lane " + quoted);
+  own.operations = groups.operations.of("lane " + quoted, world.next_exchange_key());
   // Not split from the Reducer's groups, which its lanes may be using.
   const auto split = [&world](const Communicator& group) {
     return world.split(group.world_ranks().front(), group.rank());

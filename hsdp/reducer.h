@@ -269,7 +269,7 @@ class Reducer {
   // gradients, and copies for snapshots. UsageError if no parameter is registered, and for options
   // that prepare() would refuse.
   [[nodiscard]] MemoryPlan memory_plan(const MemoryUse& use = {});
-  // Who waited for whom in the last operations of each rank, up to 1,000, on this mesh. Collective,
+  // Who waited for whom in this Reducer's operations among each rank's last 1,000. Collective,
   // outside a microbatch; it measures the ranks' clocks first. Not for each step.
   [[nodiscard]] WaitTable wait_table();
   [[nodiscard]] ReducerState state() const;  // never waits, in any phase

@@ -6,9 +6,16 @@
 namespace hsdp {
 
 std::string WaitTable::text() const {
-  std::array<char, 64> rest{};
-  std::snprintf(rest.data(), rest.size(), " in %lld operations (clock error %.2f ms)",
-                static_cast<long long>(operations), clock_error_s * 1e3);
+  std::array<char, 64> unexplained{};
+  if (unexplained_s > 0) {
+    std::snprintf(unexplained.data(), unexplained.size(), ", %.2f s of waits unexplained",
+                  unexplained_s);
+  }
+  std::array<char, 192> rest{};
+  std::snprintf(rest.data(), rest.size(),
+                " in %lld operations, %lld step%s, %.2f s (clock error %.2f ms%s)",
+                static_cast<long long>(operations), static_cast<long long>(steps),
+                steps == 1 ? "" : "s", span_s, clock_error_s * 1e3, unexplained.data());
   if (!straggler) return std::string("no rank was waited for") + rest.data();
   double seconds = 0;
   int count = 0;

@@ -272,7 +272,7 @@ class Reducer:
 
     def wait_table(
         self,
-    ) -> tuple[dict[tuple[int, int], float], int, float, int | None, str]:
+    ) -> tuple[dict[tuple[int, int], float], int, int, float, float, float, int | None, str]:
         """The fields of a WaitTable. Collective."""
 
     def trace(self, path: str) -> Trace:

@@ -183,7 +183,7 @@ class ReducerResults(ReducerInternals):
         return ReducerStats(**stats, control_links=links)
 
     def wait_table(self) -> WaitTable:
-        """Who waited for whom in the last operations of each rank, up to 1,000, on this mesh.
+        """Who waited for whom in this Reducer's operations among each rank's last 1,000.
 
             table = reducer.wait_table()
             if table.straggler == mesh.rank:

@@ -7,22 +7,29 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class WaitTable:
-    """Which rank comes late to the collectives of a mesh; `repr` says it in a line.
+    """Which rank comes late to the collectives of a Reducer; `repr` says it in a line.
 
-    Of the shard hops, replica hops, gathers and ends of microbatches that every rank of their group still
-    has in its record of 1,000: the last rank to begin one is who the others waited for, from their own
-    beginning on and for as long as it took them. Where that rank was late because it had waited itself,
-    whom it waited for counts instead. On a GPU the hosts wait for each other at the ends of microbatches
-    only.
+    Compares the Reducer's shard hops, replica hops, gathers, norms and ends of microbatches that every rank
+    of their group still has among its last 1,000 operations, of any Reducer and kind. The ranks that begin
+    one earlier wait for the last. If the last rank had waited in another operation before, that time counts
+    for the rank it had waited for, or is unexplained if that operation was not compared: it is of another
+    Reducer, or a gather with `shard_over="mesh"`. Time in calls of a Communicator, snapshots or other
+    libraries counts as the rank's own. On a GPU hosts wait for each other at ends of microbatches only.
     """
 
     #: (waiting rank, awaited rank) -> seconds; none shorter than the clocks' error
     seconds: dict[tuple[int, int], float]
     #: how many were compared
     operations: int
-    #: of the time between two ranks, at most
+    #: how many steps they are of
+    steps: int
+    #: seconds from the begin of the oldest one to that of the newest
+    span_s: float
+    #: of the time between two ranks, at most, for the oldest operation: clocks may drift by 100 ppm
     clock_error_s: float
-    #: the rank that was waited for longest; None: nobody was
+    #: seconds of waits, of all ranks, whose cause is not known
+    unexplained_s: float
+    #: the rank that was waited for longest; None if no rank was
     straggler: int | None
     _text: str
 

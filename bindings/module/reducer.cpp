@@ -314,8 +314,8 @@ py::tuple wait_table(Handle& self) {
   for (const WaitTable::Wait& wait : table.waits) {
     seconds[py::make_tuple(wait.waiting, wait.awaited)] = wait.seconds;
   }
-  return py::make_tuple(seconds, table.operations, table.clock_error_s, table.straggler,
-                        table.text());
+  return py::make_tuple(seconds, table.operations, table.steps, table.span_s, table.clock_error_s,
+                        table.unexplained_s, table.straggler, table.text());
 }
 
 // Bytes that count until Python releases this object.

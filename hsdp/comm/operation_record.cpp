@@ -153,10 +153,11 @@ Operations::Operations(std::shared_ptr<OperationRecord> record, OperationSource 
       source_(record_->add_source(is_)),
       times_(std::make_shared<Times>()) {}
 
-Operations Operations::of(const std::string& name) const {
+Operations Operations::of(const std::string& name, const std::string& lane_key) const {
   Operations other = *this;
   if (!record_) return other;
   other.is_.name = name;
+  other.is_.lane_key = lane_key;
   other.source_ = record_->add_source(other.is_);
   return other;
 }

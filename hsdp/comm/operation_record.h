@@ -49,7 +49,8 @@ struct OperationPlace {
   OperationKind kind = OperationKind::kWait;
   std::int64_t step = -1;
   std::int64_t microbatch = -1;
-  std::int64_t turn = -1;  // of a lane's tasks or a Reducer's words, which ranks count alike
+  // Of a lane's tasks, a Reducer's words, or its norms and gathers of a step: ranks count it alike.
+  std::int64_t turn = -1;
   int index = -1;          // a bucket or a unit
   std::int64_t bytes = 0;  // of this rank's input
 };
@@ -72,6 +73,9 @@ struct OperationSource {
   int replicate = 1;
   int shard = 1;
   std::vector<int> ranks{};
+  // The Reducer's, and the lane's among the Reducer's: the same on all ranks, used once in a job.
+  std::string key{};
+  std::string lane_key{};
 };
 
 class OperationRecord {
@@ -112,7 +116,7 @@ class OperationRecord {
     std::atomic<OperationKind> kind;
     std::atomic<OperationState> state;
   };
-  // For whoever writes it next; false where it has another number by now.
+  // Takes the slot to write to it. False if it has another number by now.
   [[nodiscard]] static bool claim(Slot& slot, std::int64_t number);
   struct Source {
     OperationSource is;
@@ -139,8 +143,9 @@ class Operations {
  public:
   Operations() = default;  // records nothing
   Operations(std::shared_ptr<OperationRecord> record, OperationSource source);
-  // The same times under another name.
-  [[nodiscard]] Operations of(const std::string& name) const;
+  // The same times under another name, for a lane of the same Reducer.
+  [[nodiscard]] Operations of(const std::string& name, const std::string& lane_key) const;
+  [[nodiscard]] const OperationSource& source() const { return is_; }
 
   [[nodiscard]] static double now_s();
   // For what begins and ends in different places, and is no time of one thread.

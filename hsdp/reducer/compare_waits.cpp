@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "hsdp/comm/engine.h"
@@ -16,50 +17,86 @@ namespace {
 
 constexpr std::string_view kAct = "compare waits";
 constexpr double kNanosecond = 1e-9;
+constexpr double kMostDrift = 1e-4;         // between two clocks, as a part of the time
 constexpr std::size_t kMostRows = 100'000;  // that fit into one message
 constexpr int kMostLinks = 8;               // of a chain of waits
+constexpr int kUnknown = -1;                // in place of an awaited rank
 
 std::int64_t nanoseconds(double seconds) { return std::llround(seconds / kNanosecond); }
+double in_seconds(std::int64_t nanoseconds) {
+  return static_cast<double>(nanoseconds) * kNanosecond;
+}
+
+// The ranks that take part in an operation.
+enum class Party : std::int8_t {
+  kNone,  // not compared, but the rank may have waited in it
+  kShardGroup,
+  kReplicateGroup,
+  kMesh,
+};
 
 // One rank's part in an operation, by the first rank's clock. A report is a clock error and then
 // these, number by number.
 struct Part {
-  static constexpr std::size_t kNumbers = 4;
+  static constexpr std::size_t kNumbers = 5;
   std::uint64_t operation = 0;  // a digest
-  OperationKind kind{};
+  Party party = Party::kNone;
+  std::int64_t step = -1;
   std::int64_t begin_ns = 0;
   std::int64_t end_ns = 0;
 };
 
-bool is_compared(OperationKind kind) {
-  return kind == OperationKind::kShardHop || kind == OperationKind::kReplicaHop ||
-         kind == OperationKind::kGather || kind == OperationKind::kWord;
+bool is_collective(OperationKind kind) {
+  return kind != OperationKind::kPack && kind != OperationKind::kUpdate &&
+         kind != OperationKind::kWait;
 }
 
-// Where a rank has two that cannot be told apart, neither is compared.
+Party party_of(OperationKind kind, const Groups& groups) {
+  switch (kind) {
+    case OperationKind::kShardHop:
+      return Party::kShardGroup;
+    case OperationKind::kReplicaHop:
+      return Party::kReplicateGroup;
+    case OperationKind::kWord:
+      return Party::kMesh;
+    case OperationKind::kNorm:
+      return groups.parts > 1 ? Party::kMesh : Party::kShardGroup;
+    case OperationKind::kGather:  // of parts: some go over one group, some over both
+      return groups.parts > 1 ? Party::kNone : Party::kShardGroup;
+    default:
+      return Party::kNone;
+  }
+}
+
+// Of the Reducer's operations and all others in which this rank may have waited.
 std::vector<Part> own_parts(const Groups& groups, double offset_s) {
   const auto contents = groups.world.engine()->control().operations()->read();
-  std::map<std::uint64_t, std::vector<Part>> found;
+  const std::string& key = groups.operations.source().key;
+  std::vector<Part> parts;
+  if (!contents.operations.empty() && contents.operations.front().number > 0) {
+    // What came before has been overwritten.
+    parts.push_back({.begin_ns = std::numeric_limits<std::int64_t>::min(),
+                     .end_ns = nanoseconds(contents.operations.front().begin_s + offset_s)});
+  }
   for (const RecordedOperation& one : contents.operations) {
     const OperationPlace& place = one.place;
+    if (!is_collective(place.kind)) continue;
+    Part part{.step = place.step,
+              .begin_ns = nanoseconds(one.begin_s + offset_s),
+              .end_ns = one.state == OperationState::kBegun
+                            ? std::numeric_limits<std::int64_t>::max()
+                            : nanoseconds(one.end_s + offset_s)};
     const auto source = contents.sources.find(one.source);
-    if (!is_compared(place.kind) || source == contents.sources.end()) continue;
-    if (source->second.ranks != groups.world.world_ranks()) continue;
-    std::string numbers;
-    for (const std::int64_t number :
-         {place.step, place.microbatch, place.turn, static_cast<std::int64_t>(place.index)}) {
-      numbers += std::to_string(number) + " ";
+    if (source != contents.sources.end() && source->second.key == key) {
+      std::string numbers;
+      for (const std::int64_t number :
+           {place.step, place.microbatch, place.turn, static_cast<std::int64_t>(place.index)}) {
+        numbers += std::to_string(number) + " ";
+      }
+      part.operation = digest_of({source->second.lane_key, std::string(name(place.kind)), numbers});
+      part.party = party_of(place.kind, groups);
     }
-    const std::uint64_t operation =
-        digest_of({source->second.name, std::string(name(place.kind)), numbers});
-    found[operation].push_back({operation, place.kind, nanoseconds(one.begin_s + offset_s),
-                                one.state == OperationState::kBegun
-                                    ? std::numeric_limits<std::int64_t>::max()
-                                    : nanoseconds(one.end_s + offset_s)});
-  }
-  std::vector<Part> parts;
-  for (const auto& [operation, same] : found) {
-    if (same.size() == 1) parts.push_back(same.front());
+    parts.push_back(part);
   }
   return parts;
 }
@@ -70,25 +107,32 @@ class WaitComparison {
   WaitComparison(int replicate, int shard) : replicate_(replicate), shard_(shard) {}
 
   void take(int rank, const std::vector<std::int64_t>& report) {
-    errors_ns_.push_back(report.at(0));
+    errors_ns_[rank] = report.at(0);
     for (std::size_t i = 1; i + Part::kNumbers <= report.size(); i += Part::kNumbers) {
-      const Part part{static_cast<std::uint64_t>(report[i]),
-                      static_cast<OperationKind>(report[i + 1]), report[i + 2], report[i + 3]};
-      parts_[{part.operation, group_of(part.kind, rank)}].emplace_back(rank, part);
+      const Part part{static_cast<std::uint64_t>(report[i]), static_cast<Party>(report[i + 1]),
+                      report[i + 2], report[i + 3], report[i + 4]};
+      if (part.party == Party::kNone) {
+        add_unknown(rank, part);
+      } else if (size_of(part.party) > 1) {
+        parts_[{part.operation, group_of(part.party, rank)}].emplace_back(rank, part);
+      }
     }
   }
 
-  // How many were compared, the clocks' error, the straggler or -1, and a row for each wait.
-  [[nodiscard]] std::vector<std::int64_t> table() {
-    std::ranges::sort(errors_ns_, std::greater());
-    error_ns_ = errors_ns_[0] + (errors_ns_.size() > 1 ? errors_ns_[1] : 0);
-    const std::int64_t count = find_waits();
+  // `now_ns`: the first rank's clock, as errors were measured.
+  [[nodiscard]] std::vector<std::int64_t> table(std::int64_t now_ns) {
+    now_ns_ = now_ns;
+    find_waits();
     for (const auto& [rank, waits] : waits_) {
-      for (const Wait& wait : waits) share_out(rank, wait, 0);
+      for (const Wait& wait : waits) {
+        if (wait.awaited != kUnknown) share_out(rank, wait, 0);
+      }
     }
     std::erase_if(shares_, [&](const auto& one) { return one.second <= error_ns_; });
     std::map<int, std::int64_t> totals;
-    for (const auto& [pair, share] : shares_) totals[pair.second] += share;
+    for (const auto& [pair, share] : shares_) {
+      if (pair.second != kUnknown) totals[pair.second] += share;
+    }
     const auto straggler =
         std::ranges::max_element(totals, {}, [](const auto& one) { return one.second; });
     std::vector<std::pair<std::pair<int, int>, std::int64_t>> rows(shares_.begin(), shares_.end());
@@ -97,7 +141,8 @@ class WaitComparison {
       rows.resize(kMostRows);
       std::ranges::sort(rows);
     }
-    std::vector<std::int64_t> numbers{count, error_ns_,
+    std::vector<std::int64_t> numbers{count_, std::ssize(steps_),
+                                      count_ > 0 ? last_ns_ - first_ns_ : 0, error_ns_,
                                       straggler == totals.end() ? -1 : straggler->first};
     for (const auto& [pair, share] : rows) {
       numbers.insert(numbers.end(), {pair.first, pair.second, share});
@@ -107,94 +152,136 @@ class WaitComparison {
 
  private:
   struct Wait {
-    int awaited = 0;
+    int awaited = 0;  // or kUnknown
     std::int64_t from_ns = 0;
     std::int64_t to_ns = 0;
   };
 
-  // How many operations were compared.
-  [[nodiscard]] std::int64_t find_waits() {
-    std::int64_t count = 0;
+  // In it the rank may have waited for any other.
+  void add_unknown(int rank, const Part& part) {
+    waits_[rank].push_back({kUnknown, part.begin_ns, part.end_ns});
+  }
+
+  // A group's ranks each once: an operation that can be compared.
+  [[nodiscard]] bool is_whole(const std::vector<std::pair<int, Part>>& parts) const {
+    std::set<int> ranks;
+    for (const auto& [rank, part] : parts) ranks.insert(rank);
+    const int size = size_of(parts.front().second.party);
+    return static_cast<int>(parts.size()) == size && static_cast<int>(ranks.size()) == size;
+  }
+
+  void find_waits() {
     for (const auto& [key, parts] : parts_) {
-      const int size = size_of_group(parts.front().second.kind);
-      if (size == 1 || static_cast<int>(parts.size()) != size) continue;
-      ++count;
-      const auto& [awaited, last] =
-          *std::ranges::max_element(parts, {}, [](const auto& one) { return one.second.begin_ns; });
+      if (!is_whole(parts)) {
+        for (const auto& [rank, part] : parts) add_unknown(rank, part);
+        continue;
+      }
+      const auto begin = [](const auto& one) { return one.second.begin_ns; };
+      const auto& [awaited, last] = *std::ranges::max_element(parts, {}, begin);
+      const std::int64_t first_ns = std::ranges::min_element(parts, {}, begin)->second.begin_ns;
+      first_ns_ = std::min(first_ns_, first_ns);
+      last_ns_ = std::max(last_ns_, last.begin_ns);
+      ++count_;
+      if (last.step >= 0) steps_.insert(last.step);
       for (const auto& [rank, part] : parts) {
         const Wait wait{awaited, part.begin_ns, std::min(last.begin_ns, part.end_ns)};
-        if (wait.to_ns - wait.from_ns > error_ns_) waits_[rank].push_back(wait);
+        const std::int64_t error_ns = errors_ns_[rank] + errors_ns_[awaited] + drift_ns(first_ns);
+        if (rank != awaited) error_ns_ = std::max(error_ns_, error_ns);
+        if (wait.to_ns - wait.from_ns > error_ns) waits_[rank].push_back(wait);
       }
     }
     for (auto& [rank, waits] : waits_) std::ranges::sort(waits, {}, &Wait::from_ns);
-    return count;
   }
 
-  // Where the awaited rank was late because it had waited itself, whom it waited for was meant.
+  // By which two clocks may have come apart since, and each from the first rank's.
+  [[nodiscard]] std::int64_t drift_ns(std::int64_t at_ns) const {
+    const auto age_ns = static_cast<double>(std::max<std::int64_t>(now_ns_ - at_ns, 0));
+    return std::llround(2 * kMostDrift * age_ns);
+  }
+
+  // The awaited rank may have been late because it had waited itself: that part of the wait counts
+  // for the rank that it had waited for, or for none where that is unknown.
   void share_out(int waiting, const Wait& wait, int links) {
     std::int64_t from_ns = wait.from_ns;
     const auto before = waits_.find(wait.awaited);
-    if (before != waits_.end() && links < kMostLinks) {
+    if (before != waits_.end()) {
       for (const Wait& one : before->second) {
         if (one.from_ns >= wait.to_ns) break;
         const Wait part{one.awaited, std::max(one.from_ns, from_ns),
                         std::min(one.to_ns, wait.to_ns)};
-        const bool goes_on = one.to_ns > wait.to_ns + error_ns_;  // beside it, on another lane
+        const bool goes_on = one.to_ns - error_ns_ > wait.to_ns;  // beside it, on another lane
         if (part.to_ns <= part.from_ns || goes_on || one.awaited == waiting) continue;
         shares_[{waiting, wait.awaited}] += part.from_ns - from_ns;
-        share_out(waiting, part, links + 1);
+        if (one.awaited == kUnknown || links == kMostLinks) {
+          shares_[{waiting, kUnknown}] += part.to_ns - part.from_ns;
+        } else {
+          share_out(waiting, part, links + 1);
+        }
         from_ns = part.to_ns;
       }
     }
     shares_[{waiting, wait.awaited}] += wait.to_ns - from_ns;
   }
 
-  [[nodiscard]] int group_of(OperationKind kind, int rank) const {
-    if (kind == OperationKind::kWord) return 0;
-    return kind == OperationKind::kReplicaHop ? rank % shard_ : rank / shard_;
+  [[nodiscard]] int group_of(Party party, int rank) const {
+    if (party == Party::kMesh) return 0;
+    return party == Party::kReplicateGroup ? rank % shard_ : rank / shard_;
   }
-  [[nodiscard]] int size_of_group(OperationKind kind) const {
-    if (kind == OperationKind::kWord) return replicate_ * shard_;
-    return kind == OperationKind::kReplicaHop ? replicate_ : shard_;
+  [[nodiscard]] int size_of(Party party) const {
+    if (party == Party::kMesh) return replicate_ * shard_;
+    return party == Party::kReplicateGroup ? replicate_ : shard_;
   }
 
   int replicate_;
   int shard_;
-  std::vector<std::int64_t> errors_ns_;
-  std::int64_t error_ns_ = 0;  // of the time between two ranks
+  std::map<int, std::int64_t> errors_ns_;  // of the ranks' clocks, when they were measured
+  std::int64_t now_ns_ = 0;
   std::map<std::pair<std::uint64_t, int>, std::vector<std::pair<int, Part>>> parts_;
   std::map<int, std::vector<Wait>> waits_;              // by waiting rank
   std::map<std::pair<int, int>, std::int64_t> shares_;  // by waiting and awaited rank
+  // Of what was compared:
+  std::int64_t count_ = 0;
+  std::set<std::int64_t> steps_;
+  std::int64_t first_ns_ = std::numeric_limits<std::int64_t>::max();
+  std::int64_t last_ns_ = std::numeric_limits<std::int64_t>::min();
+  std::int64_t error_ns_ = 0;  // of the time between two ranks, at most
 };
 
 }  // namespace
 
-WaitTable compare_waits(Groups& groups) {
+WaitTable compare_waits(Groups& groups, const std::function<double()>& now_s) {
   Communicator& world = groups.world;
   static_cast<void>(world.exchange("", kAct));
   const std::string key = world.next_exchange_key();
-  const comm::ClockOffset clock = comm::measure_clock(world, key + "/clock", Operations::now_s);
+  const comm::ClockOffset clock = comm::measure_clock(world, key + "/clock", now_s);
   comm::Saying report{.sum = {nanoseconds(clock.error_s)}};
   for (const Part& part : own_parts(groups, clock.offset_s)) {
-    report.sum.insert(report.sum.end(),
-                      {static_cast<std::int64_t>(part.operation),
-                       static_cast<std::int64_t>(part.kind), part.begin_ns, part.end_ns});
+    report.sum.insert(report.sum.end(), {static_cast<std::int64_t>(part.operation),
+                                         static_cast<std::int64_t>(part.party), part.step,
+                                         part.begin_ns, part.end_ns});
   }
   WaitComparison comparison(groups.replicate.size(), groups.shard.size());
   comm::report_to_first(world, key, report, kAct, [&](int rank, const comm::Agreement& of_rank) {
     comparison.take(rank, of_rank.sum);
   });
   comm::Saying all;
-  if (world.rank() == 0) all.sum = comparison.table();
+  if (world.rank() == 0) all.sum = comparison.table(nanoseconds(now_s()));
   world.post(key + "/table", all);
   const std::vector<std::int64_t> numbers = world.collect(key + "/table", kAct).sum;
   WaitTable table{.waits = {},
                   .operations = numbers.at(0),
-                  .clock_error_s = static_cast<double>(numbers.at(1)) * kNanosecond};
-  if (numbers.at(2) >= 0) table.straggler = static_cast<int>(numbers.at(2));
-  for (std::size_t i = 3; i + 3 <= numbers.size(); i += 3) {
-    table.waits.push_back({static_cast<int>(numbers[i]), static_cast<int>(numbers[i + 1]),
-                           static_cast<double>(numbers[i + 2]) * kNanosecond});
+                  .steps = numbers.at(1),
+                  .span_s = in_seconds(numbers.at(2)),
+                  .clock_error_s = in_seconds(numbers.at(3))};
+  if (numbers.at(4) >= 0) table.straggler = static_cast<int>(numbers.at(4));
+  for (std::size_t i = 5; i + 3 <= numbers.size(); i += 3) {
+    const auto awaited = static_cast<int>(numbers[i + 1]);
+    const double seconds = in_seconds(numbers[i + 2]);
+    if (awaited == kUnknown) {
+      table.unexplained_s += seconds;
+    } else {
+      table.waits.push_back({static_cast<int>(numbers[i]), awaited, seconds});
+    }
   }
   return table;
 }

@@ -20,8 +20,9 @@ constexpr double kClipEpsilon = 1e-6;
 
 // Sums the squares of the whole mean gradient: of each parameter's slice, then over the parameters
 // in their order, then over the ranks. Takes no Results, which its task may outlive.
-void sum_squares(Frozen& frozen, Groups& groups, std::int64_t step, double* sum, Stream& stream) {
-  Operation operation(groups.operations, {.kind = OperationKind::kNorm, .step = step});
+void sum_squares(Frozen& frozen, Groups& groups, const OperationPlace& place, double* sum,
+                 Stream& stream) {
+  Operation operation(groups.operations, place);
   const int count = frozen.layout().parameter_count();
   const Scratch of_slices(static_cast<std::size_t>(count) * sizeof(double), stream);
   auto* const slots = reinterpret_cast<double*>(of_slices.data());
@@ -50,13 +51,13 @@ void scale_result(Frozen& frozen, const double* factor, Stream& stream) {
 
 // Sums one Reducer's squares after those events.
 Event add_squares(Results& results, std::shared_ptr<double> sum, std::vector<Event> after) {
-  return results.run(
-      Scope::kAllRanks, results.last_step(),
-      [frozen = results.frozen(), &groups = results.groups(), step = results.last_step(),
-       sum = std::move(sum), after = std::move(after)](Stream& stream) {
-        stream.wait_in_task(after);
-        sum_squares(*frozen, groups, step, sum.get(), stream);
-      });
+  return results.run(Scope::kAllRanks, results.last_step(),
+                     [frozen = results.frozen(), &groups = results.groups(),
+                      place = results.next_place(OperationKind::kNorm), sum = std::move(sum),
+                      after = std::move(after)](Stream& stream) {
+                       stream.wait_in_task(after);
+                       sum_squares(*frozen, groups, place, sum.get(), stream);
+                     });
 }
 
 // Returns what `compute` writes to an f64 of the device.
@@ -77,8 +78,8 @@ Event grad_norm(Results& results, TensorView out) {
   auto* const norm = static_cast<double*>(out.data);
   return results.run(Scope::kAllRanks, results.last_step(),
                      [frozen = results.frozen(), &groups = results.groups(),
-                      step = results.last_step(), norm](Stream& stream) {
-                       sum_squares(*frozen, groups, step, norm, stream);
+                      place = results.next_place(OperationKind::kNorm), norm](Stream& stream) {
+                       sum_squares(*frozen, groups, place, norm, stream);
                        kernels::clip_factor({.squares = norm, .count = 1, .norm = norm}, stream);
                      });
 }

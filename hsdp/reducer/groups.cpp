@@ -17,7 +17,8 @@ Groups make_groups(const Mesh& mesh, const std::string& name) {
                                  {.name = name,
                                   .replicate = mesh.replicate_size(),
                                   .shard = mesh.shard_size(),
-                                  .ranks = groups.world.world_ranks()});
+                                  .ranks = groups.world.world_ranks(),
+                                  .key = groups.world.next_exchange_key()});
   groups.watch = watch_flight(mesh);
   return groups;
 }

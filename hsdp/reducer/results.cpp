@@ -54,6 +54,13 @@ void Results::await(const Event& done) const {
 
 std::int64_t Results::last_step() const { return steps_.ledger().counts().begun_steps - 1; }
 
+// Counted anew after each step: ranks that differ in one, as it was dropped, agree in the next.
+OperationPlace Results::next_place(OperationKind kind) {
+  const std::int64_t step = last_step();
+  const std::int64_t turn = step == last_place_.step ? last_place_.turn + 1 : 0;
+  return last_place_ = {.kind = kind, .step = step, .turn = turn};
+}
+
 UsageError Results::no_result(std::string_view call) const {
   Message message{.where = "reducer: " + std::string(call),
                   .expected = "a finished step",
@@ -251,6 +258,7 @@ void Results::gather_gradients(std::span<const NamedArray> arrays) {
   }
   require_result("gather_gradients");
   steps_.check_usable("gather_gradients");
+  const OperationPlace place = next_place(OperationKind::kGather);
   run_now(Scope::kAllRanks, [&](Stream& stream) {
     const BucketLayout& layout = steps_.frozen()->layout();
     for (const FullArray& target : full) {
@@ -264,12 +272,13 @@ void Results::gather_gradients(std::span<const NamedArray> arrays) {
       args.count = own.count;
       kernels::scale_and_cast(args, stream);
     }
-    gather(full, stream);
+    gather(full, place, stream);
   });
 }
 
-void Results::gather(const std::vector<FullArray>& arrays, Stream& stream) {
-  Operation operation(groups_.operations, {.kind = OperationKind::kGather, .step = last_step()});
+void Results::gather(const std::vector<FullArray>& arrays, const OperationPlace& place,
+                     Stream& stream) {
+  Operation operation(groups_.operations, place);
   all_gather_count_ += gather_slices(groups_, layout(), arrays, memory_, stream);
   if (!groups_.on_host()) operation.end(OperationState::kIssued);
 }
@@ -285,7 +294,8 @@ void Results::gather_parameters(std::span<const NamedArray> arrays) {
                       .got = "none",
                       .remedy = "run the microbatches of a step first"});
   }
-  run_now(Scope::kAllRanks, [&](Stream& stream) { gather(full, stream); });
+  const OperationPlace place = next_place(OperationKind::kGather);
+  run_now(Scope::kAllRanks, [&](Stream& stream) { gather(full, place, stream); });
 }
 
 void Results::require_ended_step(std::string_view call) {

@@ -49,6 +49,8 @@ class Results {
   [[nodiscard]] const Stream& caller() const { return steps_.caller(); }
   void set_caller(const Stream& stream) { steps_.set_caller(stream); }
   [[nodiscard]] std::int64_t last_step() const;
+  // For the record: the next norm or gather after the last step.
+  [[nodiscard]] OperationPlace next_place(OperationKind kind);
   // This rank's slice of the result or partial.
   [[nodiscard]] TensorView own_slice(int parameter) const;
   // Runs the task on the lane, after the caller's stream so far and, on a GPU, before its later
@@ -72,7 +74,8 @@ class Results {
   [[nodiscard]] std::int64_t all_gather_count() const { return all_gather_count_; }
 
  private:
-  void gather(const std::vector<FullArray>& arrays, Stream& stream);  // in a task
+  // In a task.
+  void gather(const std::vector<FullArray>& arrays, const OperationPlace& place, Stream& stream);
   [[nodiscard]] UsageError no_result(std::string_view call) const;
   void require_ended_step(std::string_view call);
   void require_partial();
@@ -81,6 +84,7 @@ class Results {
   Groups& groups_;
   Steps& steps_;
   std::int64_t all_gather_count_ = 0;
+  OperationPlace last_place_{};
   MemoryCount memory_;
 };
 

@@ -74,7 +74,7 @@ TEST_F(Recorded, KeepsTheLastThousand) {
 }
 
 TEST_F(Recorded, AddsUpTimesByKind) {
-  const Operations lane = operations_.of("lane 'gather'");
+  const Operations lane = operations_.of("lane 'gather'", "1");
   EXPECT_EQ(operations_.seconds(OperationKind::kGather), 0);
   operations_.add(OperationKind::kGather, 1.5);
   lane.add(OperationKind::kGather, 0.25);
@@ -136,7 +136,7 @@ TEST(Operations, RecordNothingByThemselves) {
   const Operations none;
   { const Operation one(none, kHop); }
   EXPECT_EQ(none.seconds(OperationKind::kShardHop), 0);
-  EXPECT_EQ(none.of("lane").seconds(OperationKind::kShardHop), 0);
+  EXPECT_EQ(none.of("lane", "1").seconds(OperationKind::kShardHop), 0);
 }
 
 TEST(OperationNames, AreThoseOfTheFile) {

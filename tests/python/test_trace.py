@@ -125,7 +125,7 @@ def test_a_wait_table_names_the_rank_that_is_late(ranks: Launcher) -> None:
     texts = ranks(4, waits_for_rank_2)
     assert len(set(texts)) == 1
     assert texts[0].startswith("rank 2 was waited for 0.")
-    assert "in 15 operations (clock error 0." in texts[0]
+    assert "in 15 operations, 3 steps, 0." in texts[0]
     assert texts[0].endswith(" ms)")
 
 
@@ -134,7 +134,7 @@ def test_a_rank_alone_waits_for_nobody() -> None:
         step(reducer)
         table = reducer.wait_table()
         assert (table.seconds, table.operations, table.straggler) == ({}, 0, None)
-        assert repr(table) == "no rank was waited for in 0 operations (clock error 0.00 ms)"
+        assert repr(table) == "no rank was waited for in 0 operations, 0 steps, 0.00 s (clock error 0.00 ms)"
         with reducer.microbatch():
             with pytest.raises(hsdp.UsageError, match="wait_table"):
                 reducer.wait_table()

@@ -6,7 +6,10 @@
 
 #include <thread>
 
+#include "hsdp/comm/operation_record.h"
 #include "hsdp/error.h"
+#include "hsdp/reducer/compare_waits.h"
+#include "hsdp/reducer_internal.h"
 #include "tests/support/process_ranks.h"
 #include "tests/support/reducer_step.h"
 
@@ -55,7 +58,7 @@ void expect_named(const WaitTable& table, MeshShape shape, int late) {
   EXPECT_THAT(table.text(),
               AllOf(HasSubstr("rank " + std::to_string(late) + " was waited for "),
                     MatchesRegex(".* was waited for [0-9.]+ s by [0-9]+ ranks? in [0-9]+ "
-                                 "operations .clock error [0-9.]+ ms.")));
+                                 "operations, 3 steps, [0-9.]+ s .clock error [0-9.]+ ms.*")));
 }
 
 TEST(WaitTable, NamesTheRankThatComesLate) {
@@ -112,20 +115,127 @@ TEST(WaitTable, NamesNobodyWhereNothingWasCompared) {
   });
 }
 
-// What another Reducer with the same name did cannot be told apart, and is left out.
-TEST(WaitTable, ComparesOnlyWhatCanBeToldApart) {
+// Others of the same name are not mixed with them.
+TEST(WaitTable, ComparesTheOperationsOfItsReducer) {
   run_mesh({.replicate = 1, .shard = 2}, [](const Mesh& mesh) {
     const StepCase step = waited_step({.replicate = 1, .shard = 2});
-    for (const bool named : {true, false}) {
-      Reducer one(mesh, {.name = named ? "one" : "same"});
-      Reducer other(mesh, {.name = named ? "other" : "same"});
+    for (int made = 0; made < 2; ++made) {
+      Reducer one(mesh);
+      Reducer other(mesh);
       for (Reducer* const reducer : {&one, &other}) {
         register_all(*reducer, step);
         static_cast<void>(run_step(*reducer, step, mesh.rank()));
       }
-      const std::int64_t of_named = 2 * (2 * one.stats().bucket_count + 2);
-      EXPECT_EQ(one.wait_table().operations, of_named);
+      static_cast<void>(run_step(other, step, mesh.rank()));
+      EXPECT_EQ(one.wait_table().operations, 2 * one.stats().bucket_count + 2);
+      EXPECT_EQ(one.wait_table().steps, 1);
+      EXPECT_EQ(other.wait_table().operations, 2 * (2 * one.stats().bucket_count + 2));
+      EXPECT_EQ(other.wait_table().steps, 2);
     }
+  });
+}
+
+// Of a rank whose clock is apart from the others', and runs at another rate.
+struct RankClock {
+  double start_s = Operations::now_s();  // where it is `ahead_s` ahead
+  double ahead_s = 0;
+  double drift = 0;
+
+  [[nodiscard]] double at(double after_start_s) const {
+    return start_s + ahead_s + (1 + drift) * after_start_s;
+  }
+  [[nodiscard]] double now_s() const { return at(Operations::now_s() - start_s); }
+};
+
+// Writes operations as if they had run at some time after the start.
+class WrittenOperations {
+ public:
+  WrittenOperations(const Mesh& mesh, const RankClock& clock) : reducer_(mesh), clock_(clock) {}
+
+  void write(const OperationPlace& place, double begin_s, double end_s) {
+    const Operations& operations = ReducerInternal(reducer_).operations();
+    operations.end(operations.begin(place, clock_.at(begin_s)), OperationState::kDone,
+                   clock_.at(end_s));
+  }
+  void write_word(std::int64_t step, double begin_s, double end_s) {
+    write({.kind = OperationKind::kWord, .step = step}, begin_s, end_s);
+  }
+  [[nodiscard]] WaitTable table() {
+    return reducer::compare_waits(ReducerInternal(reducer_).groups(),
+                                  [this] { return clock_.now_s(); });
+  }
+
+ private:
+  Reducer reducer_;
+  RankClock clock_;
+};
+
+TEST(WaitTable, ComparesRanksWhoseClocksAreApart) {
+  const double start_s = Operations::now_s();
+  run_mesh(kSquare, [&](const Mesh& mesh) {
+    const double ahead_s = mesh.rank() == 2 ? -7 : 5 * mesh.rank();
+    WrittenOperations written(mesh, {.start_s = start_s, .ahead_s = ahead_s});
+    for (int step = 0; step < 3; ++step) {
+      const double at_s = 0.1 * step - 1;
+      written.write_word(step, mesh.rank() == 2 ? at_s + 0.06 : at_s, at_s + 0.061);
+    }
+    const WaitTable table = written.table();
+    EXPECT_EQ(table.straggler, 2);
+    EXPECT_EQ(table.operations, 3);
+    EXPECT_EQ(table.steps, 3);
+    EXPECT_LT(table.clock_error_s, 0.03);
+    EXPECT_NEAR(table.span_s, 0.26, 2 * table.clock_error_s);
+    EXPECT_NEAR(total(table, 2), 9 * 0.06, 9 * table.clock_error_s);
+    EXPECT_EQ(table.waits.size(), 3U);
+    EXPECT_EQ(table.unexplained_s, 0);
+  });
+}
+
+// Their clocks agree now, and were 96 ms apart.
+TEST(WaitTable, BlamesNoRankForTheDriftOfItsClock) {
+  const double start_s = Operations::now_s();
+  for (const bool is_late : {false, true}) {
+    run_mesh(kSquare, [&](const Mesh& mesh) {
+      const double drift = mesh.rank() == 1 ? 80e-6 : mesh.rank() == 3 ? -80e-6 : 0;
+      WrittenOperations written(mesh, {.start_s = start_s, .drift = drift});
+      written.write_word(0, is_late && mesh.rank() == 2 ? -599 : -600, -598);
+      const WaitTable table = written.table();
+      EXPECT_EQ(table.operations, 1);
+      EXPECT_NEAR(table.clock_error_s, 0.12, 0.03);
+      EXPECT_EQ(table.straggler, is_late ? std::optional(2) : std::nullopt) << table.text();
+      EXPECT_NEAR(total(table, 2), is_late ? 3 : 0, 3 * 0.05);
+    });
+  }
+}
+
+// Rank 3 is late to a word after something that only it has in its record.
+TEST(WaitTable, LeavesUnexplainedWhatMayBeAnotherRanksFault) {
+  const double start_s = Operations::now_s();
+  run_mesh(kSquare, [&](const Mesh& mesh) {
+    WrittenOperations written(mesh, {.start_s = start_s});
+    if (mesh.rank() == 3) written.write({.kind = OperationKind::kShardHop, .index = 0}, -1.8, -1.1);
+    written.write_word(0, mesh.rank() == 3 ? -1 : -2, -0.9);
+    const WaitTable table = written.table();
+    EXPECT_EQ(table.operations, 1);
+    EXPECT_NEAR(table.unexplained_s, 3 * 0.7, 0.05);
+    EXPECT_NEAR(total(table, 3), 3 * 0.3, 0.05);
+    EXPECT_THAT(table.text(), HasSubstr(" s of waits unexplained)"));
+  });
+}
+
+// What a rank did before the oldest operation in its record is not known.
+TEST(WaitTable, LeavesUnexplainedWhatHasBeenOverwritten) {
+  const double start_s = Operations::now_s();
+  run_mesh(kSquare, [&](const Mesh& mesh) {
+    WrittenOperations written(mesh, {.start_s = start_s});
+    for (std::size_t i = 0; mesh.rank() == 3 && i < OperationRecord::kCapacity; ++i) {
+      written.write({.kind = OperationKind::kWait}, -1.4, -1.39);
+    }
+    written.write_word(0, mesh.rank() == 3 ? -1 : -2, -0.9);
+    const WaitTable table = written.table();
+    EXPECT_EQ(table.operations, 1);
+    EXPECT_NEAR(table.unexplained_s, 3 * 0.6, 0.05);
+    EXPECT_NEAR(total(table, 3), 3 * 0.4, 0.05);
   });
 }
 

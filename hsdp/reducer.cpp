@@ -390,6 +390,10 @@ reducer::Groups& ReducerInternal::groups() const { return parts_.groups; }
 void ReducerInternal::wait_idle() const {
   if (reducer::Frozen* const frozen = parts_.steps.frozen()) frozen->pipeline().wait_idle();
 }
+void ReducerInternal::require_idle(std::string_view call) const {
+  if (parts_.steps.ledger().phase() != reducer::StepLedger::Phase::kClosed)
+    parts_.steps.require_idle(call);
+}
 const Operations& ReducerInternal::operations() const { return parts_.groups.operations; }
 bool ReducerInternal::has_gradient(int parameter) const {
   return parts_.steps.has_gradient(parameter);

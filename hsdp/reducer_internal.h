@@ -47,6 +47,8 @@ class ReducerInternal {
   [[nodiscard]] reducer::Groups& groups() const;
   // Blocks until what this rank has launched is done. Throws the world's failure.
   void wait_idle() const;
+  // UsageError within a microbatch or a window. A closed Reducer is idle.
+  void require_idle(std::string_view call) const;
   // Records the operations of parts that work on the slices; stats() has their times.
   [[nodiscard]] const Operations& operations() const;
 

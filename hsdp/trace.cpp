@@ -18,6 +18,7 @@
 #include "hsdp/comm/rank_reports.h"
 #include "hsdp/comm/shared_clock.h"
 #include "hsdp/error.h"
+#include "hsdp/log.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/together.h"
 #include "hsdp/reducer_internal.h"
@@ -58,11 +59,11 @@ ClockLine::Point measure(Communicator& world, const std::string& key) {
   return {Operations::now_s(), clock};
 }
 
-// One operation as a slice of the picture.
+// One operation as a slice of the picture, in nanoseconds from the trace's begin.
 struct TimeSlice {
   const RecordedOperation* one = nullptr;
-  double begin_s = 0;  // from the trace's begin
-  double end_s = 0;
+  std::int64_t begin_ns = 0;
+  std::int64_t end_ns = 0;
   int track = 0;
 };
 
@@ -70,60 +71,91 @@ bool is_of_bucket(const OperationPlace& place) {
   return place.kind <= OperationKind::kReplicaHop && place.index >= 0;
 }
 
-// The events of one rank.
+// The events of one rank, part by part: a rank keeps no more than one part as text.
 class RankEvents {
  public:
-  RankEvents(int rank, const reducer::Groups& groups) : rank_(rank) {
+  RankEvents(const reducer::Groups& groups, std::vector<TimeSlice> slices,
+             const std::map<int, OperationSource>& sources)
+      : rank_(groups.world.rank()), slices_(std::move(slices)) {
     const int shard = groups.shard.size();
     add({{"ph", "M"},
          {"name", "process_name"},
-         {"pid", rank},
+         {"pid", rank_},
          {"args",
-          {{"name", "rank " + std::to_string(rank) + " (replica " + std::to_string(rank / shard) +
-                        ", shard " + std::to_string(rank % shard) + ")"}}}});
+          {{"name", "rank " + std::to_string(rank_) + " (replica " + std::to_string(rank_ / shard) +
+                        ", shard " + std::to_string(rank_ % shard) + ")"}}}});
     add({{"ph", "M"},
          {"name", "process_sort_index"},
-         {"pid", rank},
-         {"args", {{"sort_index", rank}}}});
+         {"pid", rank_},
+         {"args", {{"sort_index", rank_}}}});
+    std::ranges::stable_sort(slices_, {}, &TimeSlice::begin_ns);
+    give_tracks(sources);
+    find_flows();
   }
 
-  // Slices of one track must not overlap: what runs beside another one of its kind gets the next.
-  void add_slices(std::vector<TimeSlice> slices, const std::map<int, OperationSource>& sources) {
-    std::ranges::stable_sort(slices, {}, &TimeSlice::begin_s);
-    std::map<std::pair<OperationKind, int>, std::vector<TimeSlice*>> by_kind;
-    for (TimeSlice& slice : slices)
-      by_kind[{slice.one->place.kind, slice.one->source}].push_back(&slice);
-    std::map<int, int> used;
-    for (const auto& [key, some] : by_kind) ++used[key.second];
-    int first_track = 1;
-    for (const auto& [key, some] : by_kind) {
-      std::vector<double> ends;
-      for (TimeSlice* const slice : some) {
-        const auto free =
-            std::ranges::find_if(ends, [&](double end) { return end <= slice->begin_s; });
-        slice->track = first_track + static_cast<int>(free - ends.begin());
-        if (free == ends.end()) ends.push_back(0);
-        ends[static_cast<std::size_t>(slice->track - first_track)] = slice->end_s;
-      }
-      std::string title(name(key.first));
-      std::ranges::replace(title, '_', ' ');
-      const auto source = sources.find(key.second);
-      if (used.size() > 1 && source != sources.end()) title += ", " + source->second.name;
-      for (std::size_t i = 0; i < ends.size(); ++i) {
-        name_track(first_track++, i == 0 ? title : title + " " + std::to_string(i + 1));
-      }
+  // Moves the next events to `text`; false once these were the last.
+  [[nodiscard]] bool take(std::string& text) {
+    while (text_.size() < kPartBytes && next_slice_ < slices_.size()) {
+      add_slice(slices_[next_slice_++]);
     }
-    for (const TimeSlice& slice : slices) add_slice(slice);
-    add_flows(slices);
+    while (text_.size() < kPartBytes && !flows_.empty()) add_flow(flows_.extract(flows_.begin()));
+    text = std::exchange(text_, {});
+    return next_slice_ < slices_.size() || !flows_.empty();
   }
-
-  [[nodiscard]] std::string take() { return std::move(text_); }
 
  private:
+  static constexpr std::size_t kPartBytes = std::size_t{1} << 20U;
+  using Bucket = std::array<std::int64_t, 4>;  // source, step, microbatch, index
+  using Stations = std::map<OperationKind, const TimeSlice*>;
+  using Flows = std::map<Bucket, Stations>;
+
   void add(const ordered_json& event) {
     if (!text_.empty()) text_ += ",\n";
     // A name may be cut within a character.
     text_ += event.dump(-1, ' ', false, ordered_json::error_handler_t::replace);
+  }
+
+  // Slices of one track must not overlap: what runs beside another one of its kind gets the next.
+  void give_tracks(const std::map<int, OperationSource>& sources) {
+    std::map<std::pair<OperationKind, int>, std::vector<TimeSlice*>> by_kind;
+    for (TimeSlice& slice : slices_)
+      by_kind[{slice.one->place.kind, slice.one->source}].push_back(&slice);
+    const std::map<int, std::string> titles = titles_of(sources);
+    int first_track = 1;
+    for (const auto& [key, some] : by_kind) {
+      std::vector<std::int64_t> ends_ns;
+      for (TimeSlice* const slice : some) {
+        const auto free = std::ranges::find_if(
+            ends_ns, [&](std::int64_t end_ns) { return end_ns <= slice->begin_ns; });
+        const auto place = static_cast<std::size_t>(free - ends_ns.begin());
+        slice->track = first_track + static_cast<int>(place);
+        if (free == ends_ns.end()) ends_ns.push_back(0);
+        ends_ns[place] = slice->end_ns;
+      }
+      std::string title(name(key.first));
+      std::ranges::replace(title, '_', ' ');
+      const auto source = titles.find(key.second);
+      if (titles.size() > 1 && source != titles.end()) title += ", " + source->second;
+      for (std::size_t i = 0; i < ends_ns.size(); ++i) {
+        name_track(first_track++, i == 0 ? title : title + " " + std::to_string(i + 1));
+      }
+    }
+  }
+
+  // Of the sources that have slices. Reducers may have one name, and have it unless given another:
+  // the second one's title ends in "#2".
+  [[nodiscard]] std::map<int, std::string> titles_of(
+      const std::map<int, OperationSource>& sources) const {
+    std::map<int, std::string> titles;
+    for (const TimeSlice& slice : slices_) titles[slice.one->source];
+    std::map<std::string, int> counts;
+    for (auto& [number, title] : titles) {
+      const auto source = sources.find(number);
+      title = source == sources.end() ? "unknown" : source->second.name;
+      const int count = ++counts[title];
+      if (count > 1) title += " #" + std::to_string(count);
+    }
+    return titles;
   }
 
   void name_track(int track, const std::string& title) {
@@ -139,8 +171,9 @@ class RankEvents {
          {"args", {{"sort_index", track}}}});
   }
 
-  // Microseconds, to the nanosecond.
-  [[nodiscard]] static double ticks(double seconds) { return std::round(seconds * 1e9) / 1e3; }
+  [[nodiscard]] static double microseconds(std::int64_t ns) {
+    return static_cast<double>(ns) / 1e3;
+  }
 
   void add_slice(const TimeSlice& slice) {
     const OperationPlace& place = slice.one->place;
@@ -153,64 +186,75 @@ class RankEvents {
     if (slice.one->state != OperationState::kDone) {
       args["state"] = std::string(name(slice.one->state));
     }
-    const double begin = ticks(slice.begin_s);
     add({{"ph", "X"},
          {"name", range_name(place)},
          {"pid", rank_},
          {"tid", slice.track},
-         {"ts", begin},
-         {"dur", std::max(ticks(slice.end_s) - begin, 0.001)},
+         {"ts", microseconds(slice.begin_ns)},
+         {"dur", microseconds(slice.end_ns - slice.begin_ns)},
          {"args", args}});
   }
 
-  // An arrow from a bucket's pack to its shard hop, and on to its replica hop.
-  void add_flows(const std::vector<TimeSlice>& slices) {
-    using Bucket = std::array<std::int64_t, 4>;
-    std::map<Bucket, std::map<OperationKind, const TimeSlice*>> buckets;
-    for (const TimeSlice& slice : slices) {
+  void find_flows() {
+    for (const TimeSlice& slice : slices_) {
       const OperationPlace& place = slice.one->place;
       if (!is_of_bucket(place)) continue;
-      buckets[{slice.one->source, place.step, place.microbatch, place.index}][place.kind] = &slice;
+      flows_[{slice.one->source, place.step, place.microbatch, place.index}][place.kind] = &slice;
     }
-    std::int64_t id = static_cast<std::int64_t>(rank_) << 20U;  // different on each rank
-    for (const auto& [bucket, stations] : buckets) {
-      if (stations.size() < 2) continue;
-      ++id;
-      for (const auto& [kind, slice] : stations) {
-        const bool is_first = slice == stations.begin()->second;
-        const bool is_last = slice == stations.rbegin()->second;
-        ordered_json event{{"ph", is_first  ? "s"
-                                  : is_last ? "f"
-                                            : "t"},
-                           {"cat", "bucket"},
-                           {"name", "bucket"},
-                           {"id", id},
-                           {"pid", rank_},
-                           {"tid", slice->track},
-                           {"ts", ticks(slice->begin_s)}};
-        if (is_last) event["bp"] = "e";  // to the slice around that time
-        add(event);
-      }
+    std::erase_if(flows_, [](const auto& flow) { return flow.second.size() < 2; });
+  }
+
+  // An arrow from a bucket's pack to its shard hop, and on to its replica hop.
+  void add_flow(const Flows::node_type& flow) {
+    const Stations& stations = flow.mapped();
+    // Different on each rank.
+    const std::int64_t id = (static_cast<std::int64_t>(rank_) << 20U) + ++flow_count_;
+    for (const auto& [kind, slice] : stations) {
+      const bool is_first = slice == stations.begin()->second;
+      const bool is_last = slice == stations.rbegin()->second;
+      ordered_json event{{"ph", is_first  ? "s"
+                                : is_last ? "f"
+                                          : "t"},
+                         {"cat", "bucket"},
+                         {"name", "bucket"},
+                         {"id", id},
+                         {"pid", rank_},
+                         {"tid", slice->track},
+                         {"ts", microseconds(slice->begin_ns)}};
+      if (is_last) event["bp"] = "e";  // to the slice around that time
+      add(event);
     }
   }
 
   int rank_;
+  std::vector<TimeSlice> slices_;
+  std::size_t next_slice_ = 0;
+  Flows flows_;
+  std::int64_t flow_count_ = 0;
   std::string text_;
 };
 
 // What the first rank writes; afterwards the reason if it could not.
 class TraceFile {
  public:
-  explicit TraceFile(const std::filesystem::path& path) : file_(path, "trace") {
+  TraceFile(const std::filesystem::path& path, int rank_count)
+      : file_(path, "trace"), rank_count_(rank_count) {
     append("{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n");
   }
 
-  void take(int rank, const comm::Agreement& report) noexcept {
+  // A part of a rank's report.
+  void take(int rank, const comm::Agreement& part) noexcept {
+    if (!part.any.empty() && error_.empty()) {
+      error_ = "trace: write: expected the operations of every rank, got '" + part.any + "' on " +
+               comm::ranks_text({rank}, rank_count_);
+    }
     quietly([&] {
-      if (rank > 0) append(",\n");
-      append(report.note);
-      errors_ns_.push_back(report.sum.at(0));
-      dropped_count_ += report.sum.at(1);
+      if (is_begun_) append(",\n");
+      is_begun_ = true;
+      append(part.note);
+      if (part.sum.empty()) return;
+      errors_ns_.push_back(part.sum.at(0));
+      dropped_count_ += part.sum.at(1);
     });
   }
   // The reason if something went wrong.
@@ -237,7 +281,7 @@ class TraceFile {
     try {
       act();
     } catch (const std::exception& error) {
-      error_ = error.what();
+      error_ = error.what() + (" (" + comm::ranks_text({0}, rank_count_) + ")");
     }
   }
   void append(std::string_view text) {
@@ -246,6 +290,8 @@ class TraceFile {
   }
 
   AtomicFile file_;
+  int rank_count_;
+  bool is_begun_ = false;
   std::uint64_t size_ = 0;
   std::vector<std::int64_t> errors_ns_;
   std::int64_t dropped_count_ = 0;
@@ -261,8 +307,8 @@ struct Trace::Parts {
         record(groups.world.engine()->control().operations()) {}
 
   void begin(const std::filesystem::path& path);
-  [[nodiscard]] std::string events(const OperationRecord::Trace& trace,
-                                   const ClockLine& clock) const;
+  [[nodiscard]] RankEvents events(const OperationRecord::Trace& trace,
+                                  const ClockLine& clock) const;
 
   ReducerInternal reducer;
   reducer::Groups groups;
@@ -280,9 +326,10 @@ void Trace::Parts::begin(const std::filesystem::path& path) {
   const double start_s = Operations::now_s();
   try {
     reducer::together(groups.world, "begin its trace", [&] {
+      reducer.require_idle("trace");
       if (groups.world.rank() == 0) {
         try {
-          file.emplace(path);
+          file.emplace(path, groups.world.size());
         } catch (const SnapshotError& error) {
           throw Error(error.what());
         }
@@ -305,18 +352,20 @@ void Trace::Parts::begin(const std::filesystem::path& path) {
   }
 }
 
-std::string Trace::Parts::events(const OperationRecord::Trace& trace,
-                                 const ClockLine& clock) const {
+RankEvents Trace::Parts::events(const OperationRecord::Trace& trace, const ClockLine& clock) const {
   const double now_s = Operations::now_s();
+  const auto ns = [&](double own_s) {
+    return std::int64_t{std::llround((clock.first_s(own_s) - zero_s) / kNanosecond)};
+  };
   std::vector<TimeSlice> slices;
   for (const RecordedOperation& one : trace.contents.operations) {
     const bool has_ended = one.state != OperationState::kBegun;
-    slices.push_back({&one, clock.first_s(one.begin_s) - zero_s,
-                      clock.first_s(has_ended ? one.end_s : now_s) - zero_s});
+    const std::int64_t begin_ns = ns(one.begin_s);
+    // A slice without a length is not seen.
+    const std::int64_t end_ns = std::max(ns(has_ended ? one.end_s : now_s), begin_ns + 1);
+    slices.push_back({.one = &one, .begin_ns = begin_ns, .end_ns = end_ns});
   }
-  RankEvents events(groups.world.rank(), groups);
-  events.add_slices(std::move(slices), trace.contents.sources);
-  return events.take();
+  return {groups, std::move(slices), trace.contents.sources};
 }
 
 Trace::Trace(Reducer& reducer, const std::filesystem::path& path)
@@ -324,58 +373,86 @@ Trace::Trace(Reducer& reducer, const std::filesystem::path& path)
   parts_->begin(path);
 }
 
-Trace::~Trace() { leave(parts_->scope.reason("its Trace was left without write()")); }
+Trace::~Trace() {
+  if (parts_->is_open && !parts_->scope.raised()) {
+    log_line(LogLevel::kWarning, "trace: left without write(): no file is written");
+  }
+  leave(parts_->scope.reason("its Trace was left without write()"));
+}
 
+// The word takes the place of write()'s among the calls of the ranks, and says why.
 void Trace::leave(std::string_view reason) noexcept {
   if (!std::exchange(parts_->is_open, false)) return;
+  Communicator& world = parts_->groups.world;
   try {
-    static_cast<void>(parts_->record->take_trace());
-    parts_->groups.world.post(parts_->key + "/end", {.note = std::string(reason)});
+    world.post(world.next_exchange_key(),
+               {.equal = {std::string(kAct), std::string(reason)}, .keeps_all = true});
   } catch (...) {  // the world's end, of which the others know
   }
   parts_->file.reset();
+  try {
+    static_cast<void>(parts_->record->take_trace());
+  } catch (...) {  // it has ended all the same
+  }
 }
 
 void Trace::write() {
   Communicator& world = parts_->groups.world;
-  const std::string& key = parts_->key;
   if (!parts_->is_open) {
     throw UsageError({.where = "trace: write",
-                      .expected = "one write()",
-                      .got = "another",
+                      .expected = "a trace that runs",
+                      .got = "one that has ended",
                       .remedy = "make another Trace"});
   }
+  OperationRecord::Trace trace;
+  std::vector<std::string> reasons;
   try {
+    parts_->reducer.require_idle("trace");
     parts_->reducer.wait_idle();
+    trace = parts_->record->take_trace();
+  } catch (const std::exception& error) {
+    leave(error.what());
+    throw;
+  }
+  try {
+    reasons = world.exchange("", kAct);
   } catch (...) {
-    leave("its Reducer failed");
+    // A rank that made another call leaves its block, too, and says so in its next word.
+    leave("its calls differ from those of other ranks");
     throw;
   }
   parts_->is_open = false;
-  const OperationRecord::Trace trace = parts_->record->take_trace();
   std::optional<TraceFile> file = std::move(parts_->file);
-  world.post(key + "/end", {});
-  const comm::Agreement end = world.collect(key + "/end", kAct);
-  if (!end.note.empty()) {
-    const auto rank = std::ranges::find(world.world_ranks(), end.note_rank);
-    const auto mesh_rank = static_cast<int>(rank - world.world_ranks().begin());
-    throw StepAbortedError(
-        {.where = "trace: write",
-         .expected = "every rank to write its trace",
-         .got = "'" + end.note + "' on " + comm::ranks_text({mesh_rank}, world.size()),
-         .remedy = "no file was written"},
-        {end.note_rank});
+  const auto reason = std::ranges::find_if(reasons, [](const auto& one) { return !one.empty(); });
+  if (reason != reasons.end()) {
+    const auto rank = static_cast<int>(reason - reasons.begin());
+    throw StepAbortedError({.where = "trace: write",
+                            .expected = "every rank to write its trace",
+                            .got = "'" + *reason + "' on " + comm::ranks_text({rank}, world.size()),
+                            .remedy = "no file was written"},
+                           {world.world_rank(rank)});
   }
+  const std::string& key = parts_->key;
   const ClockLine clock(parts_->begun, measure(world, key + "/clock"));
-  comm::report_to_first(world, key,
-                        {.sum = {std::llround(clock.error_s() / kNanosecond), trace.dropped_count},
-                         .note = parts_->events(trace, clock)},
-                        kAct,
-                        [&](int rank, const comm::Agreement& report) { file->take(rank, report); });
+  std::optional<RankEvents> events;
+  const auto next = [&](comm::Saying& part) {
+    try {
+      if (!events) {
+        events.emplace(parts_->events(trace, clock));
+        part.sum = {std::llround(clock.error_s() / kNanosecond), trace.dropped_count};
+      }
+      return events->take(part.note);
+    } catch (const std::exception& error) {
+      part = {.any = error.what()};
+      return false;
+    }
+  };
+  comm::report_to_first(world, key, next, kAct,
+                        [&](int rank, const comm::Agreement& part) { file->take(rank, part); });
   const std::string error = file ? file->finish(parts_->groups) : "";
   world.post(key + "/written", {.note = error});
   const std::string told = world.collect(key + "/written", kAct).note;
-  if (!told.empty()) throw Error(told + " (" + comm::ranks_text({0}, world.size()) + ")");
+  if (!told.empty()) throw Error(told);
 }
 
 }  // namespace hsdp

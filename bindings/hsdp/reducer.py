@@ -342,7 +342,7 @@ class Reducer(ReducerResults, Closing):
         """
         return Step(self)
 
-    def trace(self, path: str | os.PathLike[str]) -> Trace:
+    def trace(self, path: str | os.PathLike[str] | None) -> Trace:
         """`with reducer.trace("trace.json"):` writes what all ranks did in the block into one file, on
         one clock. Perfetto (ui.perfetto.dev) and chrome://tracing open it.
 
@@ -357,12 +357,14 @@ class Reducer(ReducerResults, Closing):
         operations; the file says how many came after them. Nothing is slower while no trace runs.
 
         Collective at both ends of the block, outside a microbatch, on all ranks of the mesh. Rank 0 writes
-        the file, whole or not at all; what others pass as `path` is not used. What goes wrong on one rank
-        is an error on all. If the block raises, nothing is written and the exception continues: this rank
-        waits for no other, and where the others reach the end of their block they raise StepAbortedError,
-        which names this rank. Raises UsageError if a trace is running.
+        the file, whole or not at all; what others pass as `path`, None for example, is not used. What goes
+        wrong on one rank is an error on all. If the block raises, nothing is written and the exception
+        continues: this rank waits for no other, and where the others reach the end of their block they
+        raise StepAbortedError, which names this rank. Their steps wait for this rank as they do without a
+        trace: `reducer.step()` tells them of an exception within a step. Raises UsageError if a trace is
+        running or a microbatch is open, MismatchError if a rank makes another collective call instead.
         """
-        return Trace(self, os.fspath(path))
+        return Trace(self, os.fspath(path) if path is not None or self.mesh.rank == 0 else "")
 
     def prepare(self) -> None:
         """Lays out buckets, allocates memory and starts threads; otherwise the first microbatch does.

@@ -53,6 +53,38 @@ def test_a_block_is_written_into_one_file(ranks: Launcher, tmp_path: pathlib.Pat
     assert traces(tmp_path) == ["trace.json"]
 
 
+def traced_to_none(path: str) -> None:
+    with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
+        with reducer.trace(path if mesh.rank == 0 else None):
+            step(reducer)
+
+
+def test_only_rank_0_needs_a_path(ranks: Launcher, tmp_path: pathlib.Path) -> None:
+    ranks(4, traced_to_none, str(tmp_path / "trace.json"))
+    assert traces(tmp_path) == ["trace.json"]
+
+
+def meets_another_call(path: str) -> str:
+    """Rank 1 makes another collective call where the others end their block."""
+    with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
+        with pytest.raises(hsdp.MismatchError) as caught:
+            with reducer.trace(path):
+                step(reducer)
+                if mesh.rank == 1:
+                    reducer.wait_table()
+        with reducer.trace(path):
+            step(reducer)
+        return str(caught.value)
+
+
+def test_another_call_in_place_of_the_end_is_a_mismatch(
+    ranks: Launcher, tmp_path: pathlib.Path
+) -> None:
+    for text in ranks(4, meets_another_call, str(tmp_path / "trace.json")):
+        assert "'write its trace' on every rank, got 'compare waits' on rank 1 of 4" in text
+    assert traces(tmp_path) == ["trace.json"]  # the second one
+
+
 def raises_on_rank_1(path: str) -> str | None:
     """Rank 1's exception is its own at once; the others hear of it at the end of their block."""
     with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
@@ -92,6 +124,13 @@ def test_a_block_within_another_is_refused(tmp_path: pathlib.Path) -> None:
         with pytest.raises(hsdp.Error, match="trace: cannot create "):
             with reducer.trace(tmp_path / "none" / "trace.json"):
                 pass
+        with pytest.raises(TypeError):
+            reducer.trace(None)
+        with reducer.microbatch():
+            with pytest.raises(hsdp.UsageError, match="trace: expected no open microbatch, got one"):
+                with reducer.trace(tmp_path / "other.json"):
+                    pass
+            reducer.gradient_ready("w", np.zeros(64, np.float32))
     assert traces(tmp_path) == ["trace.json"]
 
 

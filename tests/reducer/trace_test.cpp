@@ -5,9 +5,13 @@
 #include <gtest/gtest.h>
 
 #include <csignal>
+#include <mutex>
 #include <thread>
 
+#include "hsdp/comm/operation_record.h"
 #include "hsdp/error.h"
+#include "hsdp/log.h"
+#include "hsdp/reducer_internal.h"
 #include "tests/support/process_ranks.h"
 #include "tests/support/reducer_step.h"
 #include "tests/support/temporary_directory.h"
@@ -136,6 +140,66 @@ TEST_F(Traced, SeesTheOperationsOfOtherReducersToo) {
   EXPECT_THAT(titles, testing::Contains("shard hop, reducer 'other'"));
 }
 
+// As Reducers without a name have one.
+TEST_F(Traced, TellsApartReducersOfOneName) {
+  run_mesh(kTwo, [&](const Mesh& mesh) {
+    const StepCase step = traced_step(kTwo);
+    Reducer idle(mesh);
+    Reducer one(mesh);
+    Reducer other(mesh);
+    register_all(one, step);
+    register_all(other, step);
+    Trace trace(one, path());
+    static_cast<void>(run_step(other, step, mesh.rank()));
+    static_cast<void>(run_step(one, step, mesh.rank()));
+    trace.write();
+  });
+  const TraceFile trace = read_trace(path());
+  for (const int rank : {0, 1}) {
+    std::map<std::string, int> titles;
+    for (const auto& [track, title] : trace.tracks) titles[title] += track.first == rank ? 1 : 0;
+    EXPECT_EQ(titles["shard hop, reducer"], 1);
+    EXPECT_EQ(titles["shard hop, reducer #2"], 1);
+    EXPECT_EQ(titles["shard hop, reducer #3"], 0);
+    // The one that was made first, though the other one ran first.
+    const std::vector<TraceSlice> hops = trace.of(rank, "shard_hop");
+    EXPECT_EQ(trace.tracks.at({rank, hops.front().track}), "shard hop, reducer #2");
+    EXPECT_EQ(trace.tracks.at({rank, hops.back().track}), "shard hop, reducer");
+  }
+}
+
+// Of more than a rank keeps as text.
+TEST_F(Traced, IsWrittenInParts) {
+  constexpr int kHops = 6000;
+  run_mesh(kTwo, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    const Operations& operations = ReducerInternal(reducer).operations();
+    Trace trace(reducer, path());
+    for (int i = 0; i < kHops; ++i) {
+      for (const OperationKind kind : {OperationKind::kPack, OperationKind::kShardHop}) {
+        const double at_s = Operations::now_s();
+        const OperationPlace place{
+            .kind = kind, .step = i, .microbatch = 0, .index = 0, .bytes = 8};
+        operations.end(operations.begin(place, at_s), OperationState::kDone, at_s);
+      }
+    }
+    trace.write();
+  });
+  EXPECT_GT(std::filesystem::file_size(path()), 2U << 20U);
+  const TraceFile trace = read_trace(path());
+  for (const int rank : {0, 1}) {
+    for (const char* const kind : {"pack", "shard_hop"}) {
+      const std::vector<TraceSlice> slices = trace.of(rank, kind);
+      ASSERT_EQ(slices.size(), static_cast<std::size_t>(kHops));
+      for (int i = 0; i < kHops; ++i) {
+        ASSERT_EQ(slices[static_cast<std::size_t>(i)].arg("step"), i);
+      }
+    }
+  }
+  EXPECT_EQ(trace.flows.size(), 2U * kHops);
+  for (const auto& [id, flow] : trace.flows) ASSERT_EQ(flow.size(), 2U);
+}
+
 TEST_F(Traced, OfARankAloneNeedsNoOtherClock) {
   run_mesh({.replicate = 1, .shard = 1}, [&](const Mesh& mesh) {
     EXPECT_GT(trace_steps(mesh, {.replicate = 1, .shard = 1}), 0);
@@ -155,10 +219,109 @@ TEST_F(Traced, RefusesASecondOneAtOnce) {
                        "it first"));
     }
     trace.write();
-    EXPECT_THAT(caught<UsageError>([&] { trace.write(); }), says(HasSubstr("trace: write")));
+    EXPECT_THAT(
+        caught<UsageError>([&] { trace.write(); }),
+        says("trace: write: expected a trace that runs, got one that has ended; make another "
+             "Trace"));
     Trace(reducer, path()).write();
   });
   EXPECT_THAT(files(), ElementsAre("trace.json"));
+}
+
+// Where one rank alone has an open microbatch, the others hear why.
+TEST_F(Traced, IsRefusedWithinAMicrobatch) {
+  run_patiently(kTwo, [&](const Mesh& mesh) {
+    const StepCase step = traced_step(kTwo);
+    Reducer reducer(mesh);
+    register_all(reducer, step);
+    static_cast<void>(run_step(reducer, step, mesh.rank()));
+    const std::string own =
+        "reducer: trace: expected no open microbatch, got one; call end_microbatch first";
+    const auto begin = [&] { const Trace trace(reducer, path()); };
+    if (mesh.rank() == 1) reducer.begin_microbatch();
+    if (mesh.rank() == 1) {
+      EXPECT_THAT(caught<UsageError>(begin), says(own));
+    } else {
+      EXPECT_THAT(caught<StepAbortedError>(begin),
+                  says(HasSubstr("rank 1 of 2 could not begin its trace: " + own)));
+      reducer.begin_microbatch();
+    }
+    reducer.abandon_step("it was a try");
+    Trace trace(reducer, path());
+    if (mesh.rank() == 1) {
+      reducer.begin_microbatch();
+      EXPECT_THAT(caught<UsageError>([&] { trace.write(); }), says(own));
+    } else {
+      EXPECT_THAT(caught<StepAbortedError>([&] { trace.write(); }),
+                  says("trace: write: expected every rank to write its trace, got '" + own +
+                       "' on rank 1 of 2; no file was written"));
+      reducer.begin_microbatch();
+    }
+    reducer.abandon_step("it was a try");
+  });
+  EXPECT_THAT(files(), ElementsAre());
+}
+
+void call_something_else(const Reducer& reducer) {
+  ReducerInternal(reducer).together("do something else", [] {});
+}
+
+// Both ranks hear of it at once, and are in step again.
+TEST_F(Traced, WhoseEndMeetsAnotherCallIsAMismatch) {
+  run_patiently(kTwo, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    const auto block = [&] {
+      Trace trace(reducer, path());
+      if (mesh.rank() == 1) call_something_else(reducer);
+      trace.write();
+    };
+    EXPECT_THAT(caught<MismatchError>(block),
+                says(HasSubstr("expected 'write its trace' on every rank, got 'do something else' "
+                               "on rank 1 of 2")));
+    if (mesh.rank() == 0) {
+      EXPECT_THAT(files(), ElementsAre());
+    }
+    call_something_else(reducer);
+    Trace(reducer, path()).write();
+    call_something_else(reducer);
+  });
+}
+
+TEST_F(Traced, ThatARankLeavesIsAMismatchOfAnotherCall) {
+  run_patiently(kTwo, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    Trace trace(reducer, path());
+    if (mesh.rank() == 1) return trace.leave("it has seen enough");
+    EXPECT_THAT(caught<MismatchError>([&] { call_something_else(reducer); }),
+                says(HasSubstr("got 'write its trace' on rank 1 of 2")));
+  });
+  EXPECT_THAT(files(), ElementsAre());
+}
+
+std::mutex lines_mutex;
+std::vector<std::string> lines;
+void keep_line(LogLevel /*level*/, std::string line) {
+  const std::scoped_lock lock(lines_mutex);
+  lines.push_back(std::move(line));
+}
+
+TEST_F(Traced, WarnsOfAForgottenWrite) {
+  set_log_sink(keep_line, static_cast<int>(LogLevel::kWarning));
+  run_mesh({.replicate = 1, .shard = 1}, [&](const Mesh& mesh) {
+    Reducer reducer(mesh);
+    { const Trace forgotten(reducer, path()); }
+    EXPECT_THAT(lines, ElementsAre("hsdp: trace: left without write(): no file is written"));
+    lines.clear();
+    Trace(reducer, path()).write();
+    Trace(reducer, path()).leave("no more");
+    try {
+      const Trace raised(reducer, path());
+      throw std::runtime_error("mine");
+    } catch (const std::runtime_error&) {
+    }
+    EXPECT_THAT(lines, ElementsAre());
+  });
+  set_log_sink(nullptr, 0);
 }
 
 TEST_F(Traced, ThatCannotBeginBeginsNowhere) {

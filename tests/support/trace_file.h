@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <fstream>
 #include <map>
@@ -95,14 +96,14 @@ inline void expect_whole_trace(const TraceFile& trace, MeshShape shape, int step
     EXPECT_EQ(count(trace.of(rank, "replica_hop")), steps * buckets);
     EXPECT_EQ(count(trace.of(rank, "word")), steps * 2);
   }
-  std::map<std::pair<int, int>, double> ends;
+  std::map<std::pair<int, int>, long long> ends;  // in nanoseconds
   for (const TraceSlice& one : trace.slices) {
     EXPECT_GE(one.begin_us, -error_ms * 1e3);
     EXPECT_GT(one.end_us, one.begin_us);
     EXPECT_TRUE(trace.tracks.contains({one.rank, one.track}));
-    double& end = ends[{one.rank, one.track}];
-    EXPECT_GE(one.begin_us, end - 0.0015) << "slices of one track overlap";
-    end = std::max(end, one.end_us);
+    long long& end = ends[{one.rank, one.track}];
+    EXPECT_GE(std::llround(one.begin_us * 1e3), end) << "slices of one track overlap";
+    end = std::max(end, std::llround(one.end_us * 1e3));
     if (one.kind == "pack" || one.kind == "shard_hop" || one.kind == "replica_hop") {
       EXPECT_GE(one.arg("bytes"), one.kind == "replica_hop" ? 0 : 1);  // a row may be empty
       EXPECT_GE(one.arg("step"), 0);

@@ -364,7 +364,7 @@ class Reducer(ReducerResults, Closing):
         trace: `reducer.step()` tells them of an exception within a step. Raises UsageError if a trace is
         running or a microbatch is open, MismatchError if a rank makes another collective call instead.
         """
-        return Trace(self, os.fspath(path) if path is not None or self.mesh.rank == 0 else "")
+        return Trace(self, "" if path is None else os.fspath(path))
 
     def prepare(self) -> None:
         """Lays out buckets, allocates memory and starts threads; otherwise the first microbatch does.

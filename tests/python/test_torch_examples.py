@@ -7,7 +7,7 @@ import re
 import shutil
 
 import pytest
-from page import ROOT, blocks_of, python_blocks
+from page import ROOT, python_blocks
 from warm_python import Run, output_of
 
 pytest_plugins = ["warm_python"]
@@ -54,13 +54,9 @@ def test_train_gpt_zero(run: Run, tmp_path: pathlib.Path) -> None:
 
 
 def test_resume(run: Run, tmp_path: pathlib.Path) -> None:
-    """The page that kills it shows the bits of a training that was not; fewer ranks go on, too."""
+    """Fewer ranks go on; the page kills it, and compares the bits with those of a training that was not."""
     program = EXAMPLES / "resume.py"
-    page = blocks_of((ROOT / "docs" / "tasks" / "resume.md").read_text(encoding="utf-8"))
-    (shown,) = [block.text for block in page if "steps 8 to 12 on 2x2 ranks" in block.text]
-    whole = run(4, program, "--folder", str(tmp_path))
-    assert "steps 0 to 12 on 2x2 ranks" in whole
-    assert whole.rpartition(" ")[2] == shown.rpartition(" ")[2]
+    assert "steps 0 to 12 on 2x2 ranks" in run(4, program, "--folder", str(tmp_path))
     shutil.rmtree(tmp_path / "12")
     assert "steps 8 to 12 on 2x1 ranks" in run(2, program, "--folder", str(tmp_path))
 

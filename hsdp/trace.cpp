@@ -328,6 +328,10 @@ void Trace::Parts::begin(const std::filesystem::path& path) {
     reducer::together(groups.world, "begin its trace", [&] {
       reducer.require_idle("trace");
       if (groups.world.rank() == 0) {
+        if (path.empty()) {
+          throw UsageError(
+              {.where = "trace: begin", .expected = "a path on the first rank", .got = "none"});
+        }
         try {
           file.emplace(path, groups.world.size());
         } catch (const SnapshotError& error) {

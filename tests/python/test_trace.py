@@ -55,6 +55,9 @@ def test_a_block_is_written_into_one_file(ranks: Launcher, tmp_path: pathlib.Pat
 
 def traced_to_none(path: str) -> None:
     with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
+        error = hsdp.UsageError if mesh.rank == 0 else hsdp.StepAbortedError
+        with pytest.raises(error, match="expected a path on the first rank, got none"):
+            reducer.trace(None if mesh.rank == 0 else path)
         with reducer.trace(path if mesh.rank == 0 else None):
             step(reducer)
 

@@ -57,7 +57,8 @@ def traced_to_none(path: str) -> None:
     with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
         error = hsdp.UsageError if mesh.rank == 0 else hsdp.StepAbortedError
         with pytest.raises(error, match="expected a path on the first rank, got none"):
-            reducer.trace(None if mesh.rank == 0 else path)
+            with reducer.trace(None if mesh.rank == 0 else path):
+                pass
         with reducer.trace(path if mesh.rank == 0 else None):
             step(reducer)
 
@@ -127,8 +128,6 @@ def test_a_block_within_another_is_refused(tmp_path: pathlib.Path) -> None:
         with pytest.raises(hsdp.Error, match="trace: cannot create "):
             with reducer.trace(tmp_path / "none" / "trace.json"):
                 pass
-        with pytest.raises(TypeError):
-            reducer.trace(None)
         with reducer.microbatch():
             with pytest.raises(hsdp.UsageError, match="trace: expected no open microbatch, got one"):
                 with reducer.trace(tmp_path / "other.json"):

@@ -335,12 +335,14 @@ class Masters(SliceMasters):
         if not now.is_cuda and not is_written:
             return self._flat
         rounded = self._empty(self._dtype)
-        self._round(self._flat, rounded)
-        parts = self._parts(rounded)
-        for one, was in self._lent.items():
-            parts[one].copy_(was)
+        digest = self._round(self._flat, rounded)
+        if self._lent:
+            parts = self._parts(rounded)
+            for one, was in self._lent.items():
+                parts[one].copy_(was)
+            digest = self._digest(rounded)
         written = differ(now, rounded) & is_written
-        self._wrote_both |= (written.any() & (self._digest(rounded) != self._expected)).squeeze()
+        self._wrote_both |= (written.any() & (digest != self._expected)).squeeze()
         self._seen.copy_(self._wrote_both, non_blocking=True)
         if self._seen:  # on a GPU that of an earlier step, so that nothing waits
             self._refuse_both(written)
@@ -381,18 +383,21 @@ class Masters(SliceMasters):
     def mark_rounded(self) -> None:
         """Later writes are detected by comparison with this."""
         room = self._flat.numel() if self._flat.is_cuda else min(_CHUNK, self._flat.numel())
-        chunk = torch.empty(room, dtype=self._dtype, device=self._flat.device)
-        self._expected = self._round(self._flat, chunk)
+        self._mark(torch.empty(room, dtype=self._dtype, device=self._flat.device))
+
+    def _mark(self, rounded: torch.Tensor) -> None:
+        self._expected = self._round(self._flat, rounded)
         self._lent.clear()
 
     def load_parameters(self) -> None:
         """Gathers read the own slices."""
-        self.mark_rounded()
-        if self._offloaded:
-            rounded = self._empty(self._dtype)
-            self._round(self._flat, rounded)
-            own = [one.own for one in self.slices]
-            private_torch.foreach_copy_(own, list(rounded.split(self._counts)))
+        if not self._offloaded:
+            self.mark_rounded()
+            return
+        rounded = self._empty(self._dtype)
+        self._mark(rounded)
+        own = [one.own for one in self.slices]
+        private_torch.foreach_copy_(own, list(rounded.split(self._counts)))
 
 
 class KeptSlices:

@@ -21,7 +21,7 @@ def square_mesh() -> hsdp.Mesh:
 
 def step(reducer: hsdp.Reducer, late: int = -1) -> None:
     if reducer.mesh.rank == late:
-        time.sleep(0.05)
+        time.sleep(0.15)
     add_gradient(reducer, "w", np.ones(64, np.float32))
     reducer.shard("w")
 
@@ -165,8 +165,8 @@ def waits_for_rank_2() -> Any:
 def test_a_wait_table_names_the_rank_that_is_late(ranks: Launcher) -> None:
     texts = ranks(4, waits_for_rank_2)
     assert len(set(texts)) == 1
-    assert texts[0].startswith("rank 2 was waited for 0.")
-    assert "in 15 operations, 3 steps, 0." in texts[0]
+    assert texts[0].startswith("rank 2 was waited for ")
+    assert "in 15 operations, 3 steps, " in texts[0]
     assert texts[0].endswith(" ms)")
 
 

@@ -12,8 +12,8 @@ from one_rank import add_gradient, registered
 
 import hsdp
 
-DELAY_S = 0.08
-STEPS = 4
+DELAY_S = 0.2
+STEPS = 3
 
 
 def square_mesh() -> hsdp.Mesh:
@@ -28,11 +28,11 @@ def step(reducer: hsdp.Reducer, late: int = -1, delay_s: float = DELAY_S) -> Non
 
 
 def awaited_s(table: hsdp.WaitTable) -> dict[int, float]:
-    """The seconds that others waited for each rank, without those of a balanced job."""
+    """The seconds that others waited for each rank, without what a busy machine holds ranks up."""
     totals: dict[int, float] = {}
     for (_, awaited), seconds in table.seconds.items():
         totals[awaited] = totals.get(awaited, 0) + seconds
-    return {rank: seconds for rank, seconds in totals.items() if seconds > DELAY_S / 2}
+    return {rank: seconds for rank, seconds in totals.items() if seconds > 0.75 * STEPS * DELAY_S}
 
 
 def gather_twice(reducer: hsdp.Reducer) -> None:

@@ -16,7 +16,7 @@ namespace hsdp::test {
 namespace {
 
 constexpr int kSteps = 3;
-constexpr std::chrono::milliseconds kDelay{60};
+constexpr std::chrono::milliseconds kDelay{150};
 
 StepCase gpu_step() {
   return random_step(parameters(Dtype::kF32), kSquare.size(), {Sync::kShard, Sync::kAll}, 5);

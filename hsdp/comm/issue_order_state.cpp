@@ -7,6 +7,7 @@
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/control/wire_text.h"
 #include "hsdp/comm/engine.h"
+#include "hsdp/device/run_front.h"
 
 namespace hsdp {
 namespace {
@@ -53,9 +54,8 @@ void IssueOrder::State::Queue::sort() {
   }
 }
 
-void IssueOrder::State::run_front(Lock& lock, Queue& queue) {
-  Item item = std::move(queue.items.front());
-  queue.items.pop_front();
+void IssueOrder::State::issue_front(Lock& lock, Queue& queue) {
+  const Item& item = queue.items.front();
   --queue.sorted;
   if (item.ordered) {
     queue.places.pop_front();
@@ -63,23 +63,8 @@ void IssueOrder::State::run_front(Lock& lock, Queue& queue) {
   }
   if (item.skipped && item.place == kAfterBuckets) queue.unissued.pop_front();
   const bool held_back = item.ordered && item.may_skip_later;
-  queue.busy = true;
-  std::exception_ptr error = queue.error;
-  lock.unlock();
-  if (item.event) {
-    item.event->finish(error);
-  } else if (!error) {
-    try {
-      item.task();
-    } catch (...) {
-      error = std::current_exception();
-    }
-  }
-  item = {};  // destroys what the task holds before the next task, outside the lock
-  lock.lock();
-  if (!queue.error) queue.error = std::move(error);
+  run_front(lock, queue);
   if (held_back) queue.holds_back = false;
-  queue.busy = false;
   changed.notify_all();
 }
 
@@ -87,7 +72,7 @@ bool IssueOrder::State::run_one_local(Lock& lock) {
   for (const auto& [_, queue] : queues) {
     if (!queue->has_local()) continue;
     const std::shared_ptr<Queue> kept = queue;  // the lane may be gone afterwards
-    run_front(lock, *kept);
+    issue_front(lock, *kept);
     return true;
   }
   return false;
@@ -140,7 +125,7 @@ void IssueOrder::State::run_turn(Lock& lock, Queue& queue) {
   } else if (!failed && queue.issued >= queue.unasked) {
     record->take();
   }
-  run_front(lock, queue);
+  issue_front(lock, queue);
 }
 
 // The counts that the first rank does not know yet.

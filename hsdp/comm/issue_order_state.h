@@ -143,7 +143,7 @@ struct IssueOrder::State {
   [[nodiscard]] bool is_meeting() const;
   [[nodiscard]] std::function<void()> needed_first(const Queue& mine);
   bool run_one_local(Lock& lock);
-  void run_front(Lock& lock, Queue& queue);
+  void issue_front(Lock& lock, Queue& queue);
   void run_turn(Lock& lock, Queue& queue);
   [[nodiscard]] std::shared_ptr<Queue> next_in_order() const;
   [[nodiscard]] bool catches_up() const;

@@ -10,6 +10,7 @@
 
 #include "hsdp/device/all_signals_blocked.h"
 #include "hsdp/device/host_event.h"
+#include "hsdp/device/run_front.h"
 #include "hsdp/error.h"
 
 namespace hsdp {
@@ -56,24 +57,7 @@ void WorkerQueue::work(State& state) {
   while (true) {
     state.changed.wait(lock, [&] { return state.closing || !state.items.empty(); });
     if (state.items.empty()) return;
-    Item item = std::move(state.items.front());
-    state.items.pop_front();
-    state.busy = true;
-    std::exception_ptr error = state.error;
-    lock.unlock();
-    if (item.event) {
-      item.event->finish(error);
-    } else if (!error) {
-      try {
-        item.task();
-      } catch (...) {
-        error = std::current_exception();
-      }
-    }
-    item = {};  // destroy what the task holds before the next task, and outside the lock
-    lock.lock();
-    if (!state.error) state.error = std::move(error);
-    state.busy = false;
+    run_front(lock, state);
   }
 }
 

@@ -135,6 +135,8 @@ std::int64_t StepDivisor::summed(std::int64_t microbatches) const {
 }
 
 void StepDivisor::describe(MicrobatchPlan& plan) const {
+  plan.shard_size = shard_size_;
+  plan.replicate_size = replicate_size_;
   plan.set_divisor(factor_, loss_scale_);
   plan.count_by = count_by();
   plan.count = unsaid_count_;

@@ -10,10 +10,7 @@ namespace hsdp::reducer {
 
 StepLedger::StepLedger(int shard_size, int replicate_size, std::optional<Dtype> replica_dtype,
                        DivideBy divide_by)
-    : shard_size_(shard_size),
-      replicate_size_(replicate_size),
-      replica_dtype_(replica_dtype),
-      divisor_(shard_size, replicate_size, divide_by) {}
+    : replica_dtype_(replica_dtype), divisor_(shard_size, replicate_size, divide_by) {}
 
 void StepLedger::require_idle(std::string_view call) const {
   if (window_ == Window::kDropped) {
@@ -272,8 +269,6 @@ MicrobatchPlan StepLedger::plan_of_step() const {
   MicrobatchPlan plan;
   plan.step = step_;
   plan.microbatch = microbatch_;
-  plan.shard_size = shard_size_;
-  plan.replicate_size = replicate_size_;
   plan.replica_dtype = replica_dtype_;
   divisor_.describe(plan);
   return plan;

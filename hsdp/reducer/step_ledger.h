@@ -137,8 +137,6 @@ class StepLedger {
   [[nodiscard]] MicrobatchPlan begin_any(const std::vector<Sync>& sync, Intake intake,
                                          std::optional<bool> has_batch, bool is_window);
 
-  int shard_size_;
-  int replicate_size_;
   std::optional<Dtype> replica_dtype_;
   StepDivisor divisor_;
   std::atomic<Phase> phase_ = Phase::kIdle;  // any thread may read it

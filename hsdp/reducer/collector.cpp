@@ -136,38 +136,11 @@ bool Collector::arrive(int parameter, StridedView gradient, GradientOwner owner,
   return true;
 }
 
-// Called by a thread that hands gradients over, while it waits for another lane.
-void Collector::give_next() {
-  const PackStreams::Farewell farewell(packs_);
-  Lock lock(mutex_);
-  pack_ready(lock);
-  // Late packs are sent after this rank's microbatch has ended.
-  if (!open_ || plan_->packs_late) return;
-  if (next_launch_ == order_.size()) return pipeline_.send_delayed();
-  const int bucket = order_[next_launch_];
-  std::vector<int> holes;
-  for (int p = 0; p < parameters_.size(); ++p) {
-    const BucketRun buckets = buckets_of(p);
-    const bool is_here = buckets.first <= bucket && bucket < buckets.end;
-    if (is_here && accepted_[static_cast<std::size_t>(p)] == 0) holes.push_back(p);
-  }
-  if (!holes_ && plan_->fresh && !holes.empty()) {
-    const std::string more =
-        holes.size() > 1 ? " and " + std::to_string(holes.size() - 1) + " more" : "";
-    std::exception_ptr fault = std::make_exception_ptr(UsageError(
-        {.where = "reducer: gradient of '" + parameters_.spec(holes.front()).name + "'" + more,
-         .expected = "one before this rank waits for a later collective, as in the steps before",
-         .got = "none yet",
-         .remedy = "use missing=\"zero\" when parameters may go unused"}));
-    outcome_.note_fault(fault);
-    issuer_->distrust();
-  }
-  for (const int p : holes) {
-    if (!open_) return;  // dropped meanwhile
-    const auto place = static_cast<std::size_t>(p);
-    early_holes_[place] = 1;
-    accept_sum(lock, p, (arrived_[place] == 0 && plan_->fresh) || accumulated_[place] == 0);
-  }
+void Collector::require_no_capture(const ValidAfter& valid) {
+  if (packs_.on_host() || !valid.stream) return;
+  if (not_captured_ && not_captured_->same_queue(*valid.stream)) return;
+  valid.stream->require_no_capture();
+  not_captured_ = valid.stream;
 }
 
 void Collector::require_not_sent(int parameter) const {
@@ -179,19 +152,6 @@ void Collector::require_not_sent(int parameter) const {
        .got = "it after that, when its bucket was sent without it",
        .remedy = "begin a new step on every rank; let each step that repeats earlier ones compute "
                  "its gradients in the same order on every rank"});
-}
-
-void Collector::require_no_capture(const ValidAfter& valid) {
-  if (packs_.on_host() || !valid.stream) return;
-  if (not_captured_ && not_captured_->same_queue(*valid.stream)) return;
-  valid.stream->require_no_capture();
-  not_captured_ = valid.stream;
-}
-
-void Collector::accept_sum(Lock& lock, int parameter, bool hole) {
-  static const StridedView kNothing;
-  kept_[static_cast<std::size_t>(parameter)] = {kNothing, {}, {}, hole, 0, 0};
-  accept(lock, parameter);
 }
 
 void Collector::add_locally(Lock& lock, int parameter, const StridedView& gradient,
@@ -218,36 +178,10 @@ void Collector::accumulate(int parameter, const Contribution& contribution) {
   accumulated_[p] = 1;
 }
 
-template <typename Pack>
-void Collector::run(Lock& lock, const Pack& pack) {
-  const bool unlocks = packs_.on_host();
-  ++in_flight_;
-  if (unlocks) lock.unlock();
-  std::exception_ptr error;
-  const double begin_s = Operations::now_s();
-  const bool is_watched = profiler::is_watching();
-  if (is_watched) profiler::push("hsdp:pack");
-  try {
-    pack();
-  } catch (...) {
-    error = std::current_exception();
-  }
-  if (is_watched) profiler::pop();
-  operations_.add(OperationKind::kPack, Operations::now_s() - begin_s);
-  if (error && !unlocks) lock.unlock();
-  // After the handler: this thread must not hold a reference to the exception any more.
-  const bool is_failure = error && !outcome_.note_fault(error);
-  if (is_failure) outcome_.fail(std::move(error));
-  if (!lock.owns_lock()) lock.lock();
-  --in_flight_;
-  if (awaits_quiet_ && in_flight_ == 0) changed_.notify_all();
-}
-
-void Collector::launch_packs(Lock& lock, int place, bool nothing_to_come) {
-  if (packs_.on_host()) return;
-  if (!nothing_to_come && !packs_.queue(place).is_full()) return;
-  not_captured_.reset();
-  run(lock, [&] { packs_.launch(place); });
+void Collector::accept_sum(Lock& lock, int parameter, bool hole) {
+  static const StridedView kNothing;
+  kept_[static_cast<std::size_t>(parameter)] = {kNothing, {}, {}, hole, 0, 0};
+  accept(lock, parameter);
 }
 
 // Packs the pieces of a parameter in kept_ whose buckets have slots, and keeps the rest.
@@ -280,33 +214,25 @@ void Collector::accept(Lock& lock, int parameter) {
   pack_pieces(lock, parameter);
 }
 
-void Collector::begin_pack(int bucket) {
-  BucketState& state = states_[static_cast<std::size_t>(bucket)];
-  if (state.operation) return;
-  const auto bytes = static_cast<std::int64_t>(
-      has_shard_hop_ ? memory_.staging(state.slot, bucket).size_in_bytes() : 0);
-  state.operation = operations_.begin({.kind = OperationKind::kPack,
-                                       .step = plan_->step,
-                                       .microbatch = plan_->microbatch,
-                                       .index = bucket,
-                                       .bytes = bytes});
-}
-
-void Collector::end_pack(BucketState& state, OperationState how) {
-  if (state.operation) operations_.end(*state.operation, how);
-  state.operation.reset();
-}
-
-// A parameter is one run of the carry, or several if results are cut over the replicas.
-void Collector::add_to_carries(int parameter, const Contribution& contribution, bool adds) {
-  kernels::PackQueue& queue = packs_.queue(kNoSlot);
-  if (layout_.shard_size() == 1) {
-    return add_to_carry(contribution, adds, 0, memory_.slice_result(parameter), queue);
+void Collector::pack_pieces(Lock& lock, int parameter) {
+  const auto p = static_cast<std::size_t>(parameter);
+  add_what_waits(lock, parameter);
+  if (!open_) return;
+  bool waits = false;
+  std::vector<Piece> now;
+  const BucketRun buckets = buckets_of(parameter);
+  for (int b = buckets.first; b < buckets.end; ++b) {
+    BucketState& state = states_[static_cast<std::size_t>(b)];
+    if (state.slot >= 0) {
+      now.push_back({parameter, b});
+    } else {
+      state.waiting.push_back(parameter);
+      if (static_cast<int>(state.waiting.size()) == state.unpacked) fix_valid(lock, state);
+      waits = true;
+    }
   }
-  for (const CarryRun& run : carry_runs_[static_cast<std::size_t>(parameter)]) {
-    const TensorView carry = memory_.bucket_carry(run.bucket).slice(run.bucket_offset, run.count);
-    add_to_carry(contribution, adds, run.flat_offset, carry, queue);
-  }
+  if (waits) retain(kept_[p]);
+  for (const Piece& piece : now) pack(lock, piece);
 }
 
 // The gradient is still in the cache now, and its memory becomes free for the next one.
@@ -330,25 +256,11 @@ void Collector::add_what_waits(Lock& lock, int parameter) {
   kept_[p].valid = {};
 }
 
-void Collector::pack_pieces(Lock& lock, int parameter) {
-  const auto p = static_cast<std::size_t>(parameter);
-  add_what_waits(lock, parameter);
-  if (!open_) return;
-  bool waits = false;
-  std::vector<Piece> now;
-  const BucketRun buckets = buckets_of(parameter);
-  for (int b = buckets.first; b < buckets.end; ++b) {
-    BucketState& state = states_[static_cast<std::size_t>(b)];
-    if (state.slot >= 0) {
-      now.push_back({parameter, b});
-    } else {
-      state.waiting.push_back(parameter);
-      if (static_cast<int>(state.waiting.size()) == state.unpacked) fix_valid(lock, state);
-      waits = true;
-    }
-  }
-  if (waits) retain(kept_[p]);
-  for (const Piece& piece : now) pack(lock, piece);
+void Collector::retain(Kept& kept) {
+  if (kept.gradient.data == nullptr || kept.bytes > 0) return;
+  kept.bytes = kept.gradient.count() * static_cast<std::int64_t>(size_bytes(kept.gradient.dtype));
+  retained_bytes_ += kept.bytes;
+  peak_retained_bytes_ = std::max(peak_retained_bytes_, retained_bytes_);
 }
 
 // By the time there is a slot, the stream may have much more work.
@@ -370,23 +282,6 @@ void Collector::fix_valid(Lock& lock, const BucketState& state) {
       valid.event = found->event;
     }
   });
-}
-
-void Collector::retain(Kept& kept) {
-  if (kept.gradient.data == nullptr || kept.bytes > 0) return;
-  kept.bytes = kept.gradient.count() * static_cast<std::int64_t>(size_bytes(kept.gradient.dtype));
-  retained_bytes_ += kept.bytes;
-  peak_retained_bytes_ = std::max(peak_retained_bytes_, retained_bytes_);
-}
-
-// `kept` is a copy of the caller: drop() may clear kept_ during a pack.
-Contribution Collector::contribution_of(int parameter, const Kept& kept) const {
-  const auto p = static_cast<std::size_t>(parameter);
-  Contribution contribution;
-  if (kept.gradient.data != nullptr) contribution.fresh = &kept.gradient;
-  contribution.hole = kept.hole;
-  if (accumulated_[p] != 0) contribution.accumulated = memory_.accumulator(parameter);
-  return contribution;
 }
 
 void Collector::pack(Lock& lock, Piece piece) {
@@ -416,28 +311,39 @@ void Collector::pack(Lock& lock, Piece piece) {
   wake_waiter();
 }
 
-void Collector::pack_ready(Lock& lock) {
-  while (!ready_.empty()) {
-    const Piece piece = ready_.front();
-    ready_.pop_front();
-    pack(lock, piece);
+// A parameter is one run of the carry, or several if results are cut over the replicas.
+void Collector::add_to_carries(int parameter, const Contribution& contribution, bool adds) {
+  kernels::PackQueue& queue = packs_.queue(kNoSlot);
+  if (layout_.shard_size() == 1) {
+    return add_to_carry(contribution, adds, 0, memory_.slice_result(parameter), queue);
+  }
+  for (const CarryRun& run : carry_runs_[static_cast<std::size_t>(parameter)]) {
+    const TensorView carry = memory_.bucket_carry(run.bucket).slice(run.bucket_offset, run.count);
+    add_to_carry(contribution, adds, run.flat_offset, carry, queue);
   }
 }
 
-void Collector::assign_slots() {
-  while (!free_slots_.empty() && next_slot_ < order_.size()) {
-    const int number = order_[next_slot_];
-    const Bucket& bucket = layout_.buckets()[static_cast<std::size_t>(number)];
-    ++next_slot_;
-    if (!plan_->group(bucket.group).reduces()) continue;
-    BucketState& state = states_[static_cast<std::size_t>(number)];
-    std::tie(state.slot, state.slot_free) = free_slots_.back();
-    free_slots_.pop_back();
-    segments_[static_cast<std::size_t>(state.slot)] = layout_.segments(number);
-    // Not earlier: while a hop hangs, the rest of a backward pass would fill the record.
-    if (!state.waiting.empty()) begin_pack(number);
-    for (const int parameter : state.waiting) ready_.push_back({parameter, number});
-    state.waiting.clear();
+// `kept` is a copy of the caller: drop() may clear kept_ during a pack.
+Contribution Collector::contribution_of(int parameter, const Kept& kept) const {
+  const auto p = static_cast<std::size_t>(parameter);
+  Contribution contribution;
+  if (kept.gradient.data != nullptr) contribution.fresh = &kept.gradient;
+  contribution.hole = kept.hole;
+  if (accumulated_[p] != 0) contribution.accumulated = memory_.accumulator(parameter);
+  return contribution;
+}
+
+void Collector::piece_packed(Lock& lock, Piece piece) {
+  BucketState& state = states_[static_cast<std::size_t>(piece.bucket)];
+  // Before any thread learns that all is packed.
+  if (open_) launch_packs(lock, state.slot, state.unpacked == 1);
+  if (!open_) return;  // dropped while the pack was in flight
+  --state.unpacked;
+  --unpacked_;
+  Kept& kept = kept_[static_cast<std::size_t>(piece.parameter)];
+  if (--kept.unpacked_pieces == 0) {
+    retained_bytes_ -= kept.bytes;
+    kept = {};
   }
 }
 
@@ -475,18 +381,89 @@ void Collector::slot_free(int slot, const Event& free) {
   if (!leaves_packing_to_caller()) pack_ready(lock);
 }
 
-void Collector::piece_packed(Lock& lock, Piece piece) {
-  BucketState& state = states_[static_cast<std::size_t>(piece.bucket)];
-  // Before any thread learns that all is packed.
-  if (open_) launch_packs(lock, state.slot, state.unpacked == 1);
-  if (!open_) return;  // dropped while the pack was in flight
-  --state.unpacked;
-  --unpacked_;
-  Kept& kept = kept_[static_cast<std::size_t>(piece.parameter)];
-  if (--kept.unpacked_pieces == 0) {
-    retained_bytes_ -= kept.bytes;
-    kept = {};
+void Collector::assign_slots() {
+  while (!free_slots_.empty() && next_slot_ < order_.size()) {
+    const int number = order_[next_slot_];
+    const Bucket& bucket = layout_.buckets()[static_cast<std::size_t>(number)];
+    ++next_slot_;
+    if (!plan_->group(bucket.group).reduces()) continue;
+    BucketState& state = states_[static_cast<std::size_t>(number)];
+    std::tie(state.slot, state.slot_free) = free_slots_.back();
+    free_slots_.pop_back();
+    segments_[static_cast<std::size_t>(state.slot)] = layout_.segments(number);
+    // Not earlier: while a hop hangs, the rest of a backward pass would fill the record.
+    if (!state.waiting.empty()) begin_pack(number);
+    for (const int parameter : state.waiting) ready_.push_back({parameter, number});
+    state.waiting.clear();
   }
+}
+
+void Collector::pack_ready(Lock& lock) {
+  while (!ready_.empty()) {
+    const Piece piece = ready_.front();
+    ready_.pop_front();
+    pack(lock, piece);
+  }
+}
+
+bool Collector::leaves_packing_to_caller() const {
+  return pack_order_ == PackOrder::kAhead && done_ != nullptr && reducing_ > 0;
+}
+
+// Waking the waiter in vain would cost a core, and this thread the lock.
+void Collector::wake_waiter() {
+  const bool for_done = done_ != nullptr && (*done_)();
+  const bool for_help = leaves_packing_to_caller() && !ready_.empty();
+  if (for_done || for_help) changed_.notify_all();
+}
+
+template <typename Pack>
+void Collector::run(Lock& lock, const Pack& pack) {
+  const bool unlocks = packs_.on_host();
+  ++in_flight_;
+  if (unlocks) lock.unlock();
+  std::exception_ptr error;
+  const double begin_s = Operations::now_s();
+  const bool is_watched = profiler::is_watching();
+  if (is_watched) profiler::push("hsdp:pack");
+  try {
+    pack();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  if (is_watched) profiler::pop();
+  operations_.add(OperationKind::kPack, Operations::now_s() - begin_s);
+  if (error && !unlocks) lock.unlock();
+  // After the handler: this thread must not hold a reference to the exception any more.
+  const bool is_failure = error && !outcome_.note_fault(error);
+  if (is_failure) outcome_.fail(std::move(error));
+  if (!lock.owns_lock()) lock.lock();
+  --in_flight_;
+  if (awaits_quiet_ && in_flight_ == 0) changed_.notify_all();
+}
+
+void Collector::launch_packs(Lock& lock, int place, bool nothing_to_come) {
+  if (packs_.on_host()) return;
+  if (!nothing_to_come && !packs_.queue(place).is_full()) return;
+  not_captured_.reset();
+  run(lock, [&] { packs_.launch(place); });
+}
+
+void Collector::begin_pack(int bucket) {
+  BucketState& state = states_[static_cast<std::size_t>(bucket)];
+  if (state.operation) return;
+  const auto bytes = static_cast<std::int64_t>(
+      has_shard_hop_ ? memory_.staging(state.slot, bucket).size_in_bytes() : 0);
+  state.operation = operations_.begin({.kind = OperationKind::kPack,
+                                       .step = plan_->step,
+                                       .microbatch = plan_->microbatch,
+                                       .index = bucket,
+                                       .bytes = bytes});
+}
+
+void Collector::end_pack(BucketState& state, OperationState how) {
+  if (state.operation) operations_.end(*state.operation, how);
+  state.operation.reset();
 }
 
 std::vector<int> Collector::missing() const {
@@ -501,16 +478,6 @@ std::vector<int> Collector::missing() const {
 bool Collector::any_arrived() const {
   const std::scoped_lock lock(mutex_);
   return std::ranges::any_of(arrived_, [](std::int64_t count) { return count > 0; });
-}
-
-std::string Collector::present() const {
-  const std::scoped_lock lock(mutex_);
-  return present_;
-}
-
-bool Collector::is_present(int parameter) const {
-  const std::scoped_lock lock(mutex_);
-  return present_.at(static_cast<std::size_t>(parameter)) == '1';
 }
 
 std::vector<std::int64_t> Collector::backward_counts(int group_count) const {
@@ -554,34 +521,6 @@ void Collector::fill_holes() {
   run(lock, [&] { packs_.launch_all(); });
 }
 
-Event Collector::packed() {
-  const PackStreams::Farewell farewell(packs_);
-  Lock lock(mutex_);
-  Event packed;
-  std::exception_ptr error;
-  run(lock, [&] {
-    try {
-      packed = packs_.record_all();
-    } catch (...) {
-      error = std::current_exception();
-      throw;
-    }
-  });
-  if (error) std::rethrow_exception(error);
-  return packed;
-}
-
-std::vector<Event> Collector::record_packs() {
-  const std::scoped_lock lock(mutex_);
-  return packs_.record_each();
-}
-
-void Collector::wait_for(const Event& event) {
-  if (packs_.on_host()) return event.wait();
-  const std::scoped_lock lock(mutex_);
-  packs_.wait_on_all(event);
-}
-
 void Collector::pack_until(const std::function<bool()>& done) {
   const PackStreams::Farewell farewell(packs_);
   Lock lock(mutex_);
@@ -612,21 +551,38 @@ void Collector::give_first(Lock& lock, const Done& done) {
   lock.lock();
 }
 
-bool Collector::leaves_packing_to_caller() const {
-  return pack_order_ == PackOrder::kAhead && done_ != nullptr && reducing_ > 0;
-}
-
-// Waking the waiter in vain would cost a core, and this thread the lock.
-void Collector::wake_waiter() {
-  const bool for_done = done_ != nullptr && (*done_)();
-  const bool for_help = leaves_packing_to_caller() && !ready_.empty();
-  if (for_done || for_help) changed_.notify_all();
-}
-
-void Collector::wait_for_packs_in_flight(Lock& lock) {
-  awaits_quiet_ = true;
-  changed_.wait(lock, [&] { return in_flight_ == 0; });
-  awaits_quiet_ = false;
+// Called by a thread that hands gradients over, while it waits for another lane.
+void Collector::give_next() {
+  const PackStreams::Farewell farewell(packs_);
+  Lock lock(mutex_);
+  pack_ready(lock);
+  // Late packs are sent after this rank's microbatch has ended.
+  if (!open_ || plan_->packs_late) return;
+  if (next_launch_ == order_.size()) return pipeline_.send_delayed();
+  const int bucket = order_[next_launch_];
+  std::vector<int> holes;
+  for (int p = 0; p < parameters_.size(); ++p) {
+    const BucketRun buckets = buckets_of(p);
+    const bool is_here = buckets.first <= bucket && bucket < buckets.end;
+    if (is_here && accepted_[static_cast<std::size_t>(p)] == 0) holes.push_back(p);
+  }
+  if (!holes_ && plan_->fresh && !holes.empty()) {
+    const std::string more =
+        holes.size() > 1 ? " and " + std::to_string(holes.size() - 1) + " more" : "";
+    std::exception_ptr fault = std::make_exception_ptr(UsageError(
+        {.where = "reducer: gradient of '" + parameters_.spec(holes.front()).name + "'" + more,
+         .expected = "one before this rank waits for a later collective, as in the steps before",
+         .got = "none yet",
+         .remedy = "use missing=\"zero\" when parameters may go unused"}));
+    outcome_.note_fault(fault);
+    issuer_->distrust();
+  }
+  for (const int p : holes) {
+    if (!open_) return;  // dropped meanwhile
+    const auto place = static_cast<std::size_t>(p);
+    early_holes_[place] = 1;
+    accept_sum(lock, p, (arrived_[place] == 0 && plan_->fresh) || accumulated_[place] == 0);
+  }
 }
 
 void Collector::end() {
@@ -638,11 +594,6 @@ void Collector::end() {
     const GroupPlan& group = group_of(p);
     if (group.sync != Sync::kNone && group.reduces()) accumulated_[static_cast<std::size_t>(p)] = 0;
   }
-}
-
-bool Collector::is_open() const {
-  const std::scoped_lock lock(mutex_);
-  return open_;
 }
 
 std::vector<int> Collector::drop() {
@@ -671,10 +622,10 @@ std::vector<int> Collector::drop() {
   return unsent;
 }
 
-std::optional<TensorView> Collector::local_sum(int parameter) const {
-  const std::scoped_lock lock(mutex_);
-  if (accumulated_[static_cast<std::size_t>(parameter)] == 0) return std::nullopt;
-  return memory_.accumulator(parameter);
+void Collector::wait_for_packs_in_flight(Lock& lock) {
+  awaits_quiet_ = true;
+  changed_.wait(lock, [&] { return in_flight_ == 0; });
+  awaits_quiet_ = false;
 }
 
 void Collector::clear_accumulators() {
@@ -682,9 +633,58 @@ void Collector::clear_accumulators() {
   std::ranges::fill(accumulated_, 0);
 }
 
+bool Collector::is_open() const {
+  const std::scoped_lock lock(mutex_);
+  return open_;
+}
+
+Event Collector::packed() {
+  const PackStreams::Farewell farewell(packs_);
+  Lock lock(mutex_);
+  Event packed;
+  std::exception_ptr error;
+  run(lock, [&] {
+    try {
+      packed = packs_.record_all();
+    } catch (...) {
+      error = std::current_exception();
+      throw;
+    }
+  });
+  if (error) std::rethrow_exception(error);
+  return packed;
+}
+
+std::vector<Event> Collector::record_packs() {
+  const std::scoped_lock lock(mutex_);
+  return packs_.record_each();
+}
+
+void Collector::wait_for(const Event& event) {
+  if (packs_.on_host()) return event.wait();
+  const std::scoped_lock lock(mutex_);
+  packs_.wait_on_all(event);
+}
+
 void Collector::notify() {
   const std::scoped_lock lock(mutex_);
   changed_.notify_all();
+}
+
+std::optional<TensorView> Collector::local_sum(int parameter) const {
+  const std::scoped_lock lock(mutex_);
+  if (accumulated_[static_cast<std::size_t>(parameter)] == 0) return std::nullopt;
+  return memory_.accumulator(parameter);
+}
+
+std::string Collector::present() const {
+  const std::scoped_lock lock(mutex_);
+  return present_;
+}
+
+bool Collector::is_present(int parameter) const {
+  const std::scoped_lock lock(mutex_);
+  return present_.at(static_cast<std::size_t>(parameter)) == '1';
 }
 
 std::int64_t Collector::retained_bytes() const {

@@ -56,17 +56,15 @@ class Collector {
 
   // Opens a microbatch.
   void begin(std::shared_ptr<const MicrobatchPlan> plan);
-
   // False if that parameter already has all the gradients it may get. UsageError if it was sent as
   // a hole [Note: recorded turns]. In both cases nothing changes.
   [[nodiscard]] bool arrive(int parameter, StridedView gradient, GradientOwner owner,
                             const ValidAfter& valid);
+  void slot_free(int slot, const Event& free);
 
+  // ---- The end of a microbatch
   [[nodiscard]] std::vector<int> missing() const;
   [[nodiscard]] bool any_arrived() const;  // in this microbatch
-  // By parameter, '1' where a gradient came in a microbatch of this step, else '0'.
-  [[nodiscard]] std::string present() const;
-  [[nodiscard]] bool is_present(int parameter) const;
   // Per group, the largest number of gradients of one parameter in this microbatch; at least 1.
   [[nodiscard]] std::vector<std::int64_t> backward_counts(int group_count) const;
   // Replaces the open microbatch's plan by one with other counts, before anything is packed.
@@ -78,18 +76,19 @@ class Collector {
   // and every notify().
   void pack_until(const std::function<bool()>& done);
   [[nodiscard]] bool all_packed() const { return unpacked_ == 0; }  // for `done`
-  // From begin() to end() or drop().
-  [[nodiscard]] bool is_open() const;
+  void notify();
   // Closes the microbatch, and forgets the local sums that were sent.
   void end();
   // Closes the microbatch early: releases what was kept, and waits for packs in flight, as the
   // gradients' memory may be about to go. Returns the buckets that were not launched, in order.
   // Does nothing if no microbatch is open.
   [[nodiscard]] std::vector<int> drop();
+  // From begin() to end() or drop().
+  [[nodiscard]] bool is_open() const;
   // Forgets local sums.
   void clear_accumulators();
 
-  void slot_free(int slot, const Event& free);
+  // ---- Order with other streams
   // Completes when every gradient so far has been read. Throws an error of a pack, which is also a
   // fault of the microbatch or the world's end.
   [[nodiscard]] Event packed();
@@ -101,11 +100,14 @@ class Collector {
   void wait_for(const Event& event);
   // Between microbatches: blocks until the device has packed and added everything so far.
   void wait_idle() { packs_.wait_idle(); }
+
+  // ---- State
   // That parameter's local sum, valid after packed(); none if nothing was added.
   [[nodiscard]] std::optional<TensorView> local_sum(int parameter) const;
-  void notify();
+  // By parameter, '1' where a gradient came in a microbatch of this step, else '0'.
+  [[nodiscard]] std::string present() const;
+  [[nodiscard]] bool is_present(int parameter) const;
   [[nodiscard]] std::shared_ptr<IssueOrder::Issuer> issuer() const { return issuer_; }
-
   [[nodiscard]] std::int64_t retained_bytes() const;
   [[nodiscard]] std::int64_t peak_retained_bytes() const;
   [[nodiscard]] std::int64_t misaligned_bytes() const;  // that were packed or added
@@ -153,49 +155,61 @@ class Collector {
    private:
     const Done*& place_;
   };
-  // Launches the next bucket now: a parameter without a gradient becomes a hole, or a fault.
-  void give_next();
-  void require_not_sent(int parameter) const;
-  void give_first(Lock& lock, const Done& done);
+
   [[nodiscard]] const GroupPlan& group_of(int parameter) const;
   // The buckets that carry its elements.
   [[nodiscard]] BucketRun buckets_of(int parameter) const;
-  [[nodiscard]] Contribution contribution_of(int parameter, const Kept& kept) const;
-  void accept(Lock& lock, int parameter);
-  void begin_pack(int bucket);
-  void end_pack(BucketState& state, OperationState how);
-  // Accepts a parameter of which there is only a local sum, or nothing.
-  void accept_sum(Lock& lock, int parameter, bool hole);
+  [[nodiscard]] bool accumulates(int parameter) const;
+
+  // ---- A gradient's way
+  // From arrive() by add_locally() or accept() to pack(), and once its bucket is complete, by
+  // launch_complete() to the pipeline.
+
   // UsageError while the stream is captured into a CUDA graph. Asks once per launch.
   void require_no_capture(const ValidAfter& valid);
+  void require_not_sent(int parameter) const;
+  // Adds a fresh gradient to its local sum, without the lock.
+  void add_locally(Lock& lock, int parameter, const StridedView& gradient, GradientOwner owner,
+                   const ValidAfter& valid);
+  void accumulate(int parameter, const Contribution& contribution);
+  // Accepts a parameter of which there is only a local sum, or nothing.
+  void accept_sum(Lock& lock, int parameter, bool hole);
+  void accept(Lock& lock, int parameter);
+  void pack_pieces(Lock& lock, int parameter);
+  // Adds a gradient that waits for a slot to its local sum, if that gives the same bits.
+  void add_what_waits(Lock& lock, int parameter);
   // Counts its bytes as kept by reference.
   void retain(Kept& kept);
+  // For a bucket that has all its gradients but no slot: records now the events that its pack waits
+  // for, so that it does not wait for later work of those streams.
+  void fix_valid(Lock& lock, const BucketState& state);
+  void pack(Lock& lock, Piece piece);
+  void add_to_carries(int parameter, const Contribution& contribution, bool adds);
+  [[nodiscard]] Contribution contribution_of(int parameter, const Kept& kept) const;
+  void piece_packed(Lock& lock, Piece piece);
+  void launch_complete(Lock& lock);
+
+  // ---- Slots that become free
+  void assign_slots();
+  void pack_ready(Lock& lock);
+  // True when the thread in pack_until() packs while the pipeline's thread reduces.
+  [[nodiscard]] bool leaves_packing_to_caller() const;
+  void wake_waiter();
+
+  // ---- How a pack runs
   // Runs `pack`, on the host without the lock, as it takes long there. An error is a fault of the
   // open microbatch, or ends the world if this rank has already said that all is well.
   template <typename Pack>
   void run(Lock& lock, const Pack& pack);
   // On a GPU: launches the packs queued at that place, if there are enough or none will follow.
   void launch_packs(Lock& lock, int place, bool nothing_to_come);
-  // For a bucket that has all its gradients but no slot: records now the events that its pack waits
-  // for, so that it does not wait for later work of those streams.
-  void fix_valid(Lock& lock, const BucketState& state);
-  void accumulate(int parameter, const Contribution& contribution);
-  void add_to_carries(int parameter, const Contribution& contribution, bool adds);
-  // Adds a fresh gradient to its local sum, without the lock.
-  void add_locally(Lock& lock, int parameter, const StridedView& gradient, GradientOwner owner,
-                   const ValidAfter& valid);
-  // Adds a gradient that waits for a slot to its local sum, if that gives the same bits.
-  void add_what_waits(Lock& lock, int parameter);
-  void pack_pieces(Lock& lock, int parameter);
-  void pack_ready(Lock& lock);
-  void pack(Lock& lock, Piece piece);
-  void piece_packed(Lock& lock, Piece piece);
-  void assign_slots();
-  void launch_complete(Lock& lock);
-  [[nodiscard]] bool accumulates(int parameter) const;
-  // True when the thread in pack_until() packs while the pipeline's thread reduces.
-  [[nodiscard]] bool leaves_packing_to_caller() const;
-  void wake_waiter();
+  void begin_pack(int bucket);
+  void end_pack(BucketState& state, OperationState how);
+
+  // ---- While the thread waits
+  void give_first(Lock& lock, const Done& done);
+  // Launches the next bucket now: a parameter without a gradient becomes a hole, or a fault.
+  void give_next();
   void wait_for_packs_in_flight(Lock& lock);
 
   const ParameterTable& parameters_;

@@ -160,23 +160,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 plan = plan_units(self._reducers, itertools.chain(*places), units, threshold)
                 plan.cut_buckets()
                 makers = slice_makers(OptimizerProbe(optimizer_class, options), groups, places, offloaded)
+                self._make_inner = functools.partial(optimizer_class, **options)
             for one in self._reducers:
                 one.prepare()
         attachments = [a for one in self._reducers for a in attached_models(one)]
         models = [model_of(a) for a in attachments]
         meta = MetaInit(models, first.mesh.device, param_init_fn)
-        try:
-            with random_state_of_rank_0(first.mesh, meta.is_needed):
-                with first._together(_SET_UP):
-                    sliced = self._make_slices(plan, makers, meta)
-                    self._kept = KeptSlices([one for one in self._shards if not one.is_released])
-                    self._masters: list[SliceMasters] = [*sliced.masters, *self._kept.masters]
-                    self._make_inner = functools.partial(optimizer_class, **options)
-                    self._make_inner_optimizer(groups)
-                meta.require_same_values(first.mesh)
-        except BaseException:
-            meta.undo()
-            raise
+        sliced = self._make_masters(plan, makers, groups, meta)
         for attachment in attachments:
             attachment.install_hooks()
         self._stage = stage
@@ -201,6 +191,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm: Any = None
         self._skipped: Any = False
         self._found_none = False  # no gradient of any parameter, on any rank
+
+    # Every rank gets its slices, masters and inner optimizer, or none does.
+    def _make_masters(
+        self,
+        plan: UnitPlan,
+        makers: dict[int, Callable[..., ParameterSlice]],
+        groups: list[dict[str, Any]],
+        meta: MetaInit,
+    ) -> SlicedUnits:
+        first = self._reducers[0]
+        try:
+            with random_state_of_rank_0(first.mesh, meta.is_needed):
+                with first._together(_SET_UP):
+                    sliced = self._make_slices(plan, makers, meta)
+                    self._kept = KeptSlices([one for one in self._shards if not one.is_released])
+                    self._masters: list[SliceMasters] = [*sliced.masters, *self._kept.masters]
+                    self._make_inner_optimizer(groups)
+                meta.require_same_values(first.mesh)
+        except BaseException:
+            meta.undo()
+            raise
+        return sliced
 
     # This rank's slices: those of parameters that are released lie in units, others are kept.
     def _make_slices(

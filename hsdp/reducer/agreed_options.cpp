@@ -117,6 +117,10 @@ void check_options(const ReducerOptions& options, Device device, std::string_vie
 
 }  // namespace
 
+std::string title(const ReducerOptions& options) {
+  return options.name.empty() ? "reducer" : "reducer '" + options.name + "'";
+}
+
 ReducerOptions with_defaults(ReducerOptions options, Device device, int rank_count) {
   if (!options.replica_hop) options.replica_hop = std::make_shared<PlainHop>();
   if (!options.bucket_bytes) {

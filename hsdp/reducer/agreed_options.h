@@ -13,6 +13,9 @@ struct AgreedOptions {
   std::string snapshot_id;  // random, the same on every rank
 };
 
+// The Reducer's name in messages that other ranks see.
+[[nodiscard]] std::string title(const ReducerOptions& options);
+
 // Fills in the default hop and the default bucket_bytes for that many ranks.
 [[nodiscard]] ReducerOptions with_defaults(ReducerOptions options, Device device, int rank_count);
 

@@ -52,7 +52,7 @@ void scale_result(Frozen& frozen, const double* factor, Stream& stream) {
 // Sums one Reducer's squares after those events.
 Event add_squares(Results& results, std::shared_ptr<double> sum, std::vector<Event> after) {
   return results.run(Scope::kAllRanks, results.last_step(),
-                     [frozen = results.frozen(), &groups = results.groups(),
+                     [frozen = results.steps().frozen(), &groups = results.groups(),
                       place = results.next_place(OperationKind::kNorm), sum = std::move(sum),
                       after = std::move(after)](Stream& stream) {
                        stream.wait_in_task(after);
@@ -77,7 +77,7 @@ Event grad_norm(Results& results, TensorView out) {
   results.expect_result("grad_norm");
   auto* const norm = static_cast<double*>(out.data);
   return results.run(Scope::kAllRanks, results.last_step(),
-                     [frozen = results.frozen(), &groups = results.groups(),
+                     [frozen = results.steps().frozen(), &groups = results.groups(),
                       place = results.next_place(OperationKind::kNorm), norm](Stream& stream) {
                        sum_squares(*frozen, groups, place, norm, stream);
                        kernels::clip_factor({.squares = norm, .count = 1, .norm = norm}, stream);
@@ -95,11 +95,12 @@ Event clip_factor(std::span<Results* const> all, double max_norm, TensorView nor
   first.require_output(norm, Dtype::kF64, 1, call);
   const bool narrow = factor.dtype == Dtype::kF32;
   first.require_output(factor, narrow ? Dtype::kF32 : Dtype::kF64, 1, call);
+  const Stream& caller = first.steps().caller();
   for (Results* results : all) {
-    results->set_caller(first.caller());
+    results->steps().set_caller(caller);
     results->expect_result(call);
   }
-  const auto words = std::make_shared<const Scratch>(all.size() * sizeof(double), first.caller());
+  const auto words = std::make_shared<const Scratch>(all.size() * sizeof(double), caller);
   auto* const squares = reinterpret_cast<double*>(words->data());
   // If the step of one is dropped, no rank begins a collective of another: the rank that dropped it
   // may never call this clip.
@@ -128,12 +129,12 @@ Event clip_factor(std::span<Results* const> all, double max_norm, TensorView nor
 
 Event clip_grad_norm(std::span<Results* const> all, double max_norm, TensorView norm) {
   Results& first = *all.front();
-  const auto word = std::make_shared<const Scratch>(sizeof(double), first.caller());
+  const auto word = std::make_shared<const Scratch>(sizeof(double), first.steps().caller());
   const TensorView factor{word->data(), 1, Dtype::kF64, first.groups().device};
   const Event known = clip_factor(all, max_norm, norm, factor, "clip_grad_norm");
   std::vector<Event> scaled;
   for (Results* results : all) {
-    const auto scale = [frozen = results->frozen(), known, word](Stream& stream) {
+    const auto scale = [frozen = results->steps().frozen(), known, word](Stream& stream) {
       stream.wait_in_task({&known, 1});
       scale_result(*frozen, reinterpret_cast<const double*>(word->data()), stream);
     };

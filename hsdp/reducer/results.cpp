@@ -185,8 +185,24 @@ std::vector<float> Results::partial_shard(int parameter) {
   return copy;
 }
 
+TensorView Results::require_local_sum(int parameter) {
+  steps_.check_usable("local_sum");
+  if (Frozen* const frozen = steps_.frozen()) {
+    if (const std::optional<TensorView> sum = frozen->collector().local_sum(parameter)) {
+      steps_.caller().wait(frozen->collector().packed());
+      return *sum;
+    }
+  }
+  throw UsageError({.where = "reducer: local_sum",
+                    .expected = "gradients of '" + parameters_.spec(parameter).name +
+                                "' that are added up on this rank",
+                    .got = "none",
+                    .remedy = "read it inside of a window or between microbatches with "
+                              "sync=\"none\"; with accumulate=\"grad\" the caller has the sums"});
+}
+
 void Results::local_sum(int parameter, TensorView out) {
-  const TensorView sum = steps_.local_sum(parameter);
+  const TensorView sum = require_local_sum(parameter);
   require_output(out, sum_dtype(sum.dtype), sum.count, "local_sum");
   const StridedView flat{sum.data, sum.dtype, sum.device, {sum.count}, {}};
   kernels::CastAndPack args;
@@ -199,7 +215,7 @@ void Results::local_sum(int parameter, TensorView out) {
 }
 
 std::vector<float> Results::local_sum(int parameter) {
-  std::vector<float> copy(static_cast<std::size_t>(steps_.local_sum(parameter).count));
+  std::vector<float> copy(static_cast<std::size_t>(require_local_sum(parameter).count));
   read({copy.data(), std::ssize(copy), Dtype::kF32, {}},
        [&](const TensorView& out) { local_sum(parameter, out); });
   return copy;

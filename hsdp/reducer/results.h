@@ -45,9 +45,7 @@ class Results {
 
   // For norms and files.
   [[nodiscard]] Groups& groups() const { return groups_; }
-  [[nodiscard]] Frozen* frozen() const { return steps_.frozen(); }
-  [[nodiscard]] const Stream& caller() const { return steps_.caller(); }
-  void set_caller(const Stream& stream) { steps_.set_caller(stream); }
+  [[nodiscard]] Steps& steps() const { return steps_; }
   [[nodiscard]] std::int64_t last_step() const;
   // For the record: the next norm or gather after the last step.
   [[nodiscard]] OperationPlace next_place(OperationKind kind);
@@ -79,6 +77,8 @@ class Results {
   [[nodiscard]] UsageError no_result(std::string_view call) const;
   void require_ended_step(std::string_view call);
   void require_partial();
+  // The parameter's local sum, valid on the caller's stream. UsageError if there is none.
+  [[nodiscard]] TensorView require_local_sum(int parameter);
 
   ParameterTable& parameters_;
   Groups& groups_;

@@ -1,10 +1,7 @@
 #include "hsdp/reducer/steps.h"
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
-#include <cstdio>
-#include <set>
 #include <utility>
 
 #include "hsdp/comm/control.h"
@@ -12,7 +9,8 @@
 #include "hsdp/comm/engine.h"
 #include "hsdp/error.h"
 #include "hsdp/index_check.h"
-#include "hsdp/log.h"
+#include "hsdp/reducer/agreed_options.h"
+#include "hsdp/reducer/step_log.h"
 
 namespace hsdp::reducer {
 
@@ -24,65 +22,7 @@ WordNames word_names(const ReducerOptions& options) {
   return names;
 }
 
-std::string bytes_text(std::int64_t bytes) {
-  constexpr std::int64_t kKib = 1 << 10;
-  constexpr std::int64_t kMib = 1 << 20;
-  if (bytes < kKib) return std::to_string(bytes) + " bytes";
-  const bool is_small = bytes < kMib;
-  std::array<char, 32> text{};
-  std::snprintf(text.data(), text.size(), "%.2f %s",
-                static_cast<double>(bytes) / static_cast<double>(is_small ? kKib : kMib),
-                is_small ? "KiB" : "MiB");
-  return text.data();
-}
-
-// "carry 4.00 MiB, staging 2.00 MiB"
-std::string memory_text(const MemoryCount& memory) {
-  constexpr std::array<std::pair<MemoryKind, const char*>, 5> kNames{
-      {{MemoryKind::kCarry, "carry"},
-       {MemoryKind::kStaging, "staging"},
-       {MemoryKind::kReplicaHop, "replica hop"},
-       {MemoryKind::kOptimizer, "optimizer"},
-       {MemoryKind::kScratch, "scratch"}}};
-  std::string text;
-  for (const auto& [kind, its_name] : kNames) {
-    const std::int64_t bytes = memory.of(kind).live;
-    if (bytes == 0) continue;
-    text += (text.empty() ? "" : ", ") + std::string(its_name) + " " + bytes_text(bytes);
-  }
-  return text;
-}
-
-void log_layout(const ReducerOptions& options, const ParameterTable& parameters,
-                const BucketLayout& layout, const MemoryCount& memory) {
-  std::int64_t elements = 0;
-  std::int64_t buckets = 0;
-  std::set<std::string_view> wires;
-  for (const Bucket& bucket : layout.buckets()) {
-    if (bucket.count == 0) continue;
-    elements += bucket.count;
-    ++buckets;
-    wires.insert(name(bucket.wire_dtype));
-  }
-  std::string wire;
-  for (const std::string_view one : wires) wire += (wire.empty() ? "" : " and ") + std::string(one);
-  const std::string hop_wire =
-      options.replica_dtype ? " in " + std::string(name(*options.replica_dtype)) : "";
-  std::string text = title(options) + ": buckets " + std::to_string(buckets);
-  if (buckets != 0) text += " of at most " + bytes_text(layout.max_bucket_bytes());
-  text += ", parameters " + std::to_string(parameters.size()) + ", elements " +
-          std::to_string(elements);
-  if (!wire.empty()) text += ", wire " + wire;
-  text += ", replica hop (" + options.replica_hop->describe() + ")" + hop_wire;
-  const std::string its_memory = memory_text(memory);
-  log_line(LogLevel::kInfo, its_memory.empty() ? text : text + ", on this rank: " + its_memory);
-}
-
 }  // namespace
-
-std::string title(const ReducerOptions& options) {
-  return options.name.empty() ? "reducer" : "reducer '" + options.name + "'";
-}
 
 Steps::Steps(const ReducerOptions& options, const ParameterTable& parameters, Groups& groups,
              MemoryCount memory)
@@ -152,25 +92,7 @@ void Steps::prepare() {
   } else {
     options_.replica_hop->set_unused();
   }
-  if (logs(LogLevel::kInfo)) log_layout(options_, parameters_, frozen_->layout(), memory_);
-}
-
-bool Steps::logs(LogLevel level) const { return groups_.world.rank() == 0 && is_logged(level); }
-
-TensorView Steps::local_sum(int parameter) {
-  check_usable("local_sum");
-  if (frozen_) {
-    if (const std::optional<TensorView> sum = frozen_->collector().local_sum(parameter)) {
-      caller_.wait(frozen_->collector().packed());
-      return *sum;
-    }
-  }
-  throw UsageError({.where = "reducer: local_sum",
-                    .expected = "gradients of '" + parameters_.spec(parameter).name +
-                                "' that are added up on this rank",
-                    .got = "none",
-                    .remedy = "read it inside of a window or between microbatches with "
-                              "sync=\"none\"; with accumulate=\"grad\" the caller has the sums"});
+  log_layout(options_, groups_, parameters_, frozen_->layout(), memory_);
 }
 
 void Steps::release_memory() {
@@ -615,15 +537,7 @@ void Steps::close_and_send(const char* call, std::int64_t backwards) {
   collector.end();
   frozen_->pipeline().end({.word = word, .plan = plan_, .words = words});
   ledger_.end(*plan_);
-  if (plan_->ends_step() && logs(LogLevel::kDebug)) {
-    std::array<char, 32> waited{};
-    std::snprintf(waited.data(), waited.size(), "%.3f",
-                  groups_.operations.seconds(OperationKind::kWait));
-    const std::int64_t microbatches = plan_->microbatch + (plan_->fresh ? 1 : 0);
-    log_line(LogLevel::kDebug, title(options_) + ": step " + std::to_string(plan_->step) +
-                                   ", microbatches " + std::to_string(microbatches) +
-                                   ", this rank waited " + waited.data() + " s so far");
-  }
+  log_step(options_, groups_, *plan_);
 }
 
 StatusWord Steps::word_of(const char* call, const MicrobatchPlan& plan) const {

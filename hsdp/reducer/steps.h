@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "hsdp/error.h"
-#include "hsdp/log.h"
 #include "hsdp/reducer.h"
 #include "hsdp/reducer/frozen.h"
 #include "hsdp/reducer/gradient_faults.h"
@@ -24,9 +23,6 @@
 #include "hsdp/reducer/step_ledger.h"
 
 namespace hsdp::reducer {
-
-// The Reducer's name in messages that other ranks see.
-[[nodiscard]] std::string title(const ReducerOptions& options);
 
 class Steps {
  public:
@@ -70,8 +66,6 @@ class Steps {
   // The same, and waits until everything is reduced; on a GPU the caller's stream waits for that.
   void wait_reduced();
 
-  // A parameter's local sum, valid on the caller's stream. UsageError if there is none.
-  [[nodiscard]] TensorView local_sum(int parameter);
   // Between steps: frees memory that was allocated on first need.
   void release_memory();
 
@@ -98,7 +92,6 @@ class Steps {
  private:
   using Phase = StepLedger::Phase;
 
-  [[nodiscard]] bool logs(LogLevel level) const;  // on this rank
   void check_failure(std::string_view call);
   void raise_failure(std::string_view call);
   void raise_drop();

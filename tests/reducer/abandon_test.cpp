@@ -1,5 +1,5 @@
-// A step that one rank gives up, by its scope or by name: what every rank is told, and when.
-// Every moment of it: drop_test.cpp.
+// One rank abandons a step, by leaving its scope or by calling abandon_step(): what every rank is
+// told, and when. drop_test.cpp covers every moment at which that can happen.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -53,8 +53,8 @@ TEST(Abandon, OutsideAMicrobatchDoesNothing) {
   });
 }
 
-// A rank leaves its microbatch's scope without end(): every rank is told so, also by what it asks
-// of the step later.
+// A rank leaves its microbatch's scope without end(). Every rank is told, and later questions about
+// the step say so too.
 TEST(Abandon, ByAScopeWithoutEndIsSaidOnEveryRank) {
   const StepCase step = abandoned_step(2, {Sync::kAll});
   const ReducerOptions options{.bucket_bytes = 1 << 10};
@@ -73,7 +73,7 @@ TEST(Abandon, ByAScopeWithoutEndIsSaidOnEveryRank) {
       expect_no_result("one that was dropped by rank " + std::to_string(rank) + " of 2: " + reason +
                        "; begin a new step on every rank");
     };
-    leave();  // on both
+    leave();  // on both ranks
     expect_dropped_by(mesh.rank());
     if (mesh.rank() == 1) {
       leave();
@@ -92,7 +92,7 @@ TEST(Abandon, ByAScopeWithoutEndIsSaidOnEveryRank) {
   });
 }
 
-// finish() has nothing to complete, but the step has not been agreed on.
+// finish() has nothing left to complete, but the ranks have not agreed on the step yet.
 TEST(AbandonUnread, FinishTells) {
   const StepCase step = abandoned_step(2, {Sync::kAll});
   run_reducers(kPair, step, {.bucket_bytes = 1 << 10}, [&](Reducer& reducer, const Mesh& mesh) {
@@ -111,8 +111,8 @@ TEST(AbandonUnread, FinishTells) {
   });
 }
 
-// The others never read the dropped step: whatever they call next tells them, once, and what they
-// began meanwhile is dropped with it.
+// The other ranks never read the dropped step. Their next call tells them, once, and drops what
+// they have begun since.
 TEST(AbandonUnread, TheOthersLearnFromTheirNextCalls) {
   const StepCase step = abandoned_step(2, {Sync::kShard, Sync::kAll});
   for (int repeat = 0; repeat < 10; ++repeat) {
@@ -132,7 +132,8 @@ TEST(AbandonUnread, TheOthersLearnFromTheirNextCalls) {
   }
 }
 
-// Two meshes in one job: an error's text counts ranks of the mesh, its ranks() those of the job.
+// Two meshes in one job: the text of an error counts ranks of the mesh, its ranks() are ranks of
+// the job.
 TEST(AbandonInOneOfTwoMeshes, NamesTheRankOfTheJob) {
   const StepCase step = abandoned_step(2, {Sync::kAll});
   run_ranks(4, [&](Communicator& world) {

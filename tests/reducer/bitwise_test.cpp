@@ -1,5 +1,5 @@
-// Random gradients: every schedule and mix of dtypes has the reference's bits, and nothing but
-// inputs, mesh shape, wire dtypes and schedule decides them.
+// Random gradients: every schedule and mix of dtypes gives the reference's bits, and only inputs,
+// mesh shape, wire dtypes and schedule decide them.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 
@@ -51,7 +51,7 @@ std::vector<ParameterSpec> every_wire() {
   return parameters;
 }
 
-// Holes at random, but never everywhere.
+// Missing gradients at random, but each parameter has one on some rank.
 void punch_holes(StepCase& step, std::uint64_t seed) {
   Random random(seed);
   for (Gradients& gradients : step.gradients) {
@@ -75,7 +75,7 @@ std::vector<StepCase> steps_of_every_schedule(int world_size, int length, bool h
   return steps;
 }
 
-// The steps one after another through one Reducer, each against the reference.
+// Runs the steps through one Reducer and compares each with the reference.
 void check_steps(MeshShape shape, const ReducerOptions& options, const std::vector<StepCase>& steps,
                  const ThreadRanksOptions& ranks = {}, const Delivery& delivery = {}) {
   std::vector<std::vector<RankResult>> results(
@@ -118,7 +118,7 @@ TEST_P(Bitwise, EveryScheduleOnEveryWire) {
   }
 }
 
-// A parameter in several buckets that has none of them to itself.
+// A parameter that is spread over several buckets and shares each with others.
 TEST_P(Bitwise, WholeParametersInSmallBuckets) {
   const MeshShape shape = GetParam();
   std::vector<ParameterSpec> parameters;
@@ -150,7 +150,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, Bitwise,
                                          MeshShape{2, 2}, MeshShape{2, 3}, MeshShape{3, 2}),
                          testing::PrintToStringParamName());
 
-// Everything that must not change a bit, one after another over the same inputs.
+// Changes, one at a time, everything that must not change a bit of the result.
 constexpr MeshShape kTwoByThree{.replicate = 2, .shard = 3};
 
 std::vector<StepCase> odd_step(Dtype dtype) {
@@ -198,7 +198,7 @@ TEST(Unchanged, ByStridesOfTheGradients) {
   }
 }
 
-// A gradient in pages that may only be read: a write to it would end the process.
+// A gradient in read-only pages: a write to it would crash the process.
 TEST(Unchanged, ByReadOnlyMemory) {
   const StepCase step = random_step({{.name = "w", .shape = {512}}}, kTwoByThree.size(),
                                     {Sync::kNone, Sync::kShard, Sync::kAll}, 10);
@@ -214,7 +214,7 @@ TEST(Unchanged, ByReadOnlyMemory) {
       reducer.begin_microbatch({.sync = step.schedule[m]});
       reducer.gradient_ready("w", {.data = page, .shape = {512}});
       reducer.end_microbatch();
-      ::munmap(page, kPage);  // all packed: nobody reads it any more
+      ::munmap(page, kPage);  // everything is packed: nothing reads it any more
     }
   });
 }

@@ -35,7 +35,7 @@ ReducerStats difference(const ReducerStats& after, const ReducerStats& before) {
   return d;
 }
 
-// What the second of two equal steps did, per rank.
+// What the second of two equal steps did, for each rank.
 std::vector<ReducerStats> costs_of(MeshShape shape, Sync until_last,
                                    const ReducerOptions& options) {
   StepCase step = integer_step(counted_parameters(), shape.size(), kMicrobatchCount, 1);
@@ -76,8 +76,8 @@ TEST_P(Counts, AreThoseOfMicrobatchesThatSynchronize) {
         EXPECT_EQ(cost.shard_hop_bytes, shape.shard > 1 ? rounds * 2 * kTotalCount : 0);
         replica_hop_bytes += cost.replica_hop_bytes;
       }
-      // The shards of each replica are the whole gradient, once a step, in the replica dtype:
-      // scattered and gathered.
+      // Once a step, the replicas scatter and gather their shards, which together are the whole
+      // gradient, in the replica dtype.
       EXPECT_EQ(replica_hop_bytes, shape.replicate > 1 ? shape.replicate * 2 * 4 * kTotalCount : 0);
     }
   }
@@ -141,7 +141,7 @@ TEST(Memory, IsTheCarryAndTwoStagingBuckets) {
   });
 }
 
-// A peak is counted when it happens, whoever looks when.
+// A peak is recorded when it happens, not when it is read.
 TEST(Memory, PeaksAreSeenAfterwards) {
   MemoryCount count;
   MemoryCount::Held carry = count.hold(MemoryKind::kCarry, 100);
@@ -156,7 +156,7 @@ TEST(Memory, PeaksAreSeenAfterwards) {
   EXPECT_EQ(count.all().peak, 140);
 }
 
-// What works on a Reducer's slices counts what it keeps beside the Reducer's own.
+// Parts that work on a Reducer's slices add their memory to the Reducer's count.
 TEST(Memory, OfOthersIsHeldInTheReducersCount) {
   run_mesh({1, 1}, [](const Mesh& mesh) {
     const StepCase step = integer_step({{.name = "w", .shape = {1 << 10}}}, 1, 1, 3);
@@ -177,7 +177,7 @@ TEST(Memory, OfOthersIsHeldInTheReducersCount) {
   });
 }
 
-// Small arrays travel in one message, which is there while they do. Large ones need none.
+// Small arrays share one message, which is allocated for the transfer only. Large arrays need none.
 TEST(Memory, OfAGatherIsItsMessage) {
   constexpr std::int64_t kSmall = 1000;
   constexpr std::int64_t kLarge = 1 << 18;  // 1 MiB
@@ -187,7 +187,7 @@ TEST(Memory, OfAGatherIsItsMessage) {
                                       {.name = "b", .shape = {kSmall}}},
                                      shape.size(), 1, 3);
   run_mesh(shape, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, {.bucket_bytes = kLarge});  // so that "large" is joined with none
+    Reducer reducer(mesh, {.bucket_bytes = kLarge});  // a large array fills a message
     register_all(reducer, step);
     run_step(reducer, step, mesh.rank());
     Values a(kSmall);
@@ -236,8 +236,8 @@ TEST(Memory, LocalAccumulatorsTakeTheirDtype) {
   }
 }
 
-// All gradients arrive while the first bucket's is held back: they are kept by reference. After a
-// local microbatch they join the local sums instead, unless these would round once more.
+// All gradients arrive while the first bucket's is held back, so they are kept by reference. After
+// a local microbatch they are added to the local sums instead, unless that would round once more.
 TEST(Memory, GradientsThatFindNoStagingAreRetainedOrJoinTheLocalSums) {
   struct Row {
     std::vector<Sync> schedule;

@@ -25,7 +25,8 @@ void run_both(Reducer& reducer, const StepCase& step, int rank) {
   for (int m = 0; m < 2; ++m) run_microbatch(reducer, step, m, rank, {.last = m == 1});
 }
 
-// What this rank has of a sum over the first microbatches, divided: of its shard group, or of all.
+// This rank's slice of the sum over the first microbatches, divided: over its shard group, or over
+// all ranks.
 struct Own {
   Reducer& reducer;
   const Mesh& mesh;
@@ -57,8 +58,8 @@ struct Own {
 
 class DefaultFactor : public testing::TestWithParam<MeshShape> {};
 
-// After one microbatch the partial is the shard-group mean; at the end the result is the mean over
-// the world. Groups of one contribute one.
+// After one microbatch the partial is the mean over the shard group; at the end the result is the
+// mean over the world. A group of one contributes a factor of one.
 TEST_P(DefaultFactor, IsTheNumberOfRanks) {
   const MeshShape shape = GetParam();
   for (const Dtype dtype : kDtypes) {
@@ -85,7 +86,7 @@ TEST(ExplicitFactor, MayBeSetUntilTheLastMicrobatchBeginsAndPersists) {
   run_reducers(kSquare, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
     const Own own{reducer, mesh, step};
     run_microbatch(reducer, step, 0, mesh.rank(), {.last = false});
-    reducer.set_gradient_divide_factor(7.0);  // token-weighted losses learn their count late
+    reducer.set_gradient_divide_factor(7.0);  // with token-weighted losses the count is known late
     EXPECT_EQ(reducer.partial_shard("w"), own.partial(1, 7.0F));
     run_microbatch(reducer, step, 1, mesh.rank(), {.last = true});
     EXPECT_EQ(values_of(reducer.shard("w")), own.result(7.0F));
@@ -135,7 +136,7 @@ TEST(ExplicitFactor, IsRefusedInsideAMicrobatch) {
   });
 }
 
-// Outside the range of fp32 everything would be zero, or infinite, without a word.
+// A factor outside the range of fp32 would silently make every value zero or infinite.
 TEST(ExplicitFactor, IsRefusedWhenItCannotDivide) {
   run_mesh({}, [](const Mesh& mesh) {
     Reducer reducer(mesh);
@@ -162,7 +163,7 @@ TEST(DivideFactor, ThatDiffersBetweenRanksIsAMismatchOnAllRanks) {
   const std::vector<Row> rows{
       {[](Reducer& r, bool odd) { r.set_gradient_divide_factor(odd ? 5.0 : 4.0); },
        HasSubstr("factor")},
-      // Named by the status words, or by the replica hop when that comes first.
+      // The status words name it, or the replica hop if that comes first.
       {[](Reducer& r, bool odd) { r.set_loss_scale(odd ? 8.0 : 4.0); },
        AnyOf(HasSubstr("loss scale"), HasSubstr("divisor"))},
       {[](Reducer& r, bool odd) {
@@ -193,7 +194,7 @@ std::vector<ParameterSpec> some_parameters(Dtype dtype) {
           {.name = "s", .shape = {}, .dtype = dtype}};
 }
 
-// Twice, so that nothing of a step counts in the next one.
+// Runs twice: nothing counted in one step may reach the next.
 TEST(CountedTokens, DivideAsAFactorOfTheirSumDoes) {
   const std::vector<std::vector<Sync>> schedules{{Sync::kAll},
                                                  {Sync::kNone, Sync::kShard, Sync::kAll},

@@ -1,5 +1,5 @@
-// A step dropped on any ranks, at any moment: inside a microbatch or between two, whatever the
-// others do. All ranks stay usable, and count the same steps.
+// Any ranks drop a step, at any moment: inside a microbatch or between two, whatever the other
+// ranks do. All ranks stay usable and count the same steps.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -35,13 +35,13 @@ struct Setting {
   Dtype dtype = Dtype::kF32;
   TransportChoice transport = TransportChoice::kAuto;
   Backwards backwards = Backwards::kOne;
-  std::size_t stride = 7;  // through the cases
+  std::size_t stride = 7;  // from one case to the next
 };
 void PrintTo(const Setting& setting, std::ostream* out) { PrintTo(setting.shape, out); }
 
 class EveryDrop : public testing::TestWithParam<Setting> {};
 
-// One world runs all cases, with a second Reducer beside the one that drops steps.
+// One world runs all cases. A second Reducer works beside the one that drops steps.
 TEST_P(EveryDrop, LeavesAllRanksUsableAndAtTheSameStep) {
   const Setting& setting = GetParam();
   const int size = setting.shape.size();
@@ -103,8 +103,8 @@ INSTANTIATE_TEST_SUITE_P(
              (row.param.backwards == Backwards::kMany ? "_many" : "");
     });
 
-// The others get no word while they add locally, and the rank that dropped waits for theirs with
-// its next step.
+// While the other ranks add locally they post no status word. The rank that dropped waits for
+// theirs in its next step.
 TEST(DropBeforeALocalWindow, OutlivesTheTimeout) {
   const StepCase step = random_step(small_parameters(Dtype::kF32), 2, {Sync::kAll}, 3);
   constexpr std::chrono::milliseconds kTimeout{300};
@@ -123,7 +123,7 @@ TEST(DropBeforeALocalWindow, OutlivesTheTimeout) {
   expect_result({1, 2}, step, {}, run, {.timeout = kTimeout});
 }
 
-// Reads nothing of other ranks, and so waits for none.
+// It reads nothing from other ranks, so it does not wait for them.
 TEST(DropBeforeALocalWindow, LeavesFoundInfAtOnce) {
   const StepCase step = random_step(small_parameters(Dtype::kF32), 2, {Sync::kAll}, 3);
   std::latch asked(1);
@@ -157,7 +157,7 @@ TEST(DropReason, OfAMebibyteIsCutAndMayBeEmpty) {
   });
 }
 
-// The others learn of it in their next microbatch, not by a timeout.
+// The other ranks learn of it in their next microbatch, not from a timeout.
 TEST(DropAtTheEnd, OfAPendingStepIsHeard) {
   const StepCase step =
       random_step(small_parameters(Dtype::kF32), 4, {Sync::kShard, Sync::kAll}, 3);
@@ -181,7 +181,7 @@ TEST(DropAtTheEnd, OfAPendingStepIsHeard) {
   }
 }
 
-// Whoever does not come at all cannot hold up a destructor for longer than the timeout.
+// A rank that never comes holds up another rank's destructor for the timeout at most.
 TEST(DropAtTheEndAlone, EndsWithTheTimeout) {
   const StepCase step = random_step(small_parameters(Dtype::kF32), 2, {Sync::kAll}, 3);
   std::latch gone(2);
@@ -197,7 +197,7 @@ TEST(DropAtTheEndAlone, EndsWithTheTimeout) {
            {.timeout = std::chrono::milliseconds(300)});
 }
 
-// A gradient that is not there when it is to be packed.
+// A gradient that is never ready to be packed.
 class NeverProduced : public Event::State {
  public:
   [[nodiscard]] bool complete() const override { return false; }
@@ -262,8 +262,9 @@ std::vector<ParameterSpec> vectors(int count, std::int64_t size) {
   return parameters;
 }
 
-// A gradient that waits for staging is let go of, not packed: that would find nobody to tell. Here
-// the last bucket of the microbatch before holds the staging, until the other rank has it too.
+// A gradient that waits for staging is released, not packed: an error of the pack could no longer
+// be reported. Here the last bucket of the previous microbatch keeps the staging until the other
+// rank has sent it too.
 TEST(DropWithKeptGradients, DoesNotPackThem) {
   const StepCase step = random_step(vectors(4, 16), 2, {Sync::kShard, Sync::kAll}, 3);
   std::latch kept(1);
@@ -294,7 +295,7 @@ TEST(DropWithKeptGradients, DoesNotPackThem) {
   });
 }
 
-// Says so when somebody waits for it.
+// Tells the test as soon as a thread waits for it.
 class ProducedOnCall : public Event::State {
  public:
   ProducedOnCall(std::latch& awaited, std::latch& produced)
@@ -310,8 +311,8 @@ class ProducedOnCall : public Event::State {
   std::latch& produced_;
 };
 
-// A gradient that finds no staging joins its local sum on the thread that brings it, while another
-// thread drops the step and has to wait for that.
+// A gradient that finds no staging is added to its local sum on the thread that brings it.
+// Meanwhile another thread drops the step and has to wait for that addition.
 TEST(DropWithAGradientUnderWay, WaitsUntilItHasJoinedTheLocalSum) {
   const StepCase step = random_step(vectors(8, 16), 2, {Sync::kNone, Sync::kShard, Sync::kAll}, 3);
   expect_result({1, 2}, step, {.bucket_bytes = 64}, [&](Reducer& reducer, const Mesh& mesh) {
@@ -344,7 +345,7 @@ TEST(DropWithAGradientUnderWay, WaitsUntilItHasJoinedTheLocalSum) {
   });
 }
 
-// What comes too late is left alone: nothing of it is read once abandon_step() has returned.
+// A gradient that comes too late is ignored: it is not read once abandon_step() has returned.
 TEST(DropWithGradientsOfOtherThreads, ReadsNoneAfterwards) {
   const StepCase step = random_step(vectors(12, 37), 2, {Sync::kNone, Sync::kShard, Sync::kAll}, 5);
   const auto drop_in_between = [&](Reducer& reducer, int m, int rank, int wanted) {

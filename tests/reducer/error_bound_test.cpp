@@ -1,4 +1,4 @@
-// The error bound of rule 4 against float64, on gradients that punish any rounding too many.
+// The error bound of rule 4 against float64, on gradients for which every extra rounding shows.
 #include "tests/support/error_bound.h"
 
 #include <gtest/gtest.h>
@@ -30,8 +30,8 @@ double pseudo_random(int m, int rank, int i) {
   return Random(static_cast<std::uint64_t>((m * 64 + rank) * 4096 + i)).uniform() - 0.5;
 }
 
-// One rank of each shard group has a large value first and ones after it. Where the spacing of a
-// 16-bit type is 2 (bf16 at 256, f16 at 2048) the ones vanish from a 16-bit sum.
+// One rank of each shard group has a large value first and then ones. Where the spacing of a 16-bit
+// type is 2 (bf16 at 256, f16 at 2048) a 16-bit sum loses the ones.
 double large_then_ones(double large, int m, int rank) {
   if (rank % kShape.shard != 0) return 0.0;
   return m == 0 ? large : 1.0;
@@ -122,7 +122,7 @@ TEST_P(ErrorBound, HoldsOnEveryPattern) {
 INSTANTIATE_TEST_SUITE_P(ReplicaWire, ErrorBound, testing::ValuesIn(kDtypes),
                          [](const auto& row) { return std::string(name(row.param)); });
 
-// What the bound is for: a carry that is rounded to 16 bit at each microbatch breaks it ...
+// Why the bound is needed: a carry that is rounded to 16 bits at each microbatch breaks it ...
 TEST(ErrorBoundCatches, ASixteenBitCarry) {
   for (const Dtype dtype : {Dtype::kBf16, Dtype::kF16}) {
     const double large = dtype == Dtype::kBf16 ? 256.0 : 2048.0;
@@ -166,7 +166,7 @@ TEST(ErrorBoundCatches, ASixteenBitRing) {
   EXPECT_LE(worst_error_ratio(mean, reference_result(reference, step.gradients[0])), 1.0);
 }
 
-// The seed's order, accumulating after the all-reduce, is far outside of it.
+// Accumulating after the all-reduce is far outside the bound.
 TEST(ErrorBoundCatches, AccumulatingAfterTheAllReduce) {
   const StepCase step =
       hostile_step(hostile_patterns().front(), Dtype::kF32, {Sync::kShard, Sync::kAll});

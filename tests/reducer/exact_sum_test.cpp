@@ -41,7 +41,7 @@ void expect_exact(std::span<const RankResult> ranks, const StepCase& step, MeshS
           joined(ranks, shape.shard, replica, p, element_count(step.parameters[p].shape));
       ASSERT_EQ(got.size(), want.size()) << label;
       for (std::size_t i = 0; i < got.size(); ++i) {
-        // By value: a sum of zeros may carry either sign.
+        // Compares by value: a sum of zeros may have either sign.
         ASSERT_EQ(got[i], want[i]) << label << ", parameter " << step.parameters[p].name
                                    << ", replica " << replica << ", element " << i;
       }
@@ -52,7 +52,7 @@ void expect_exact(std::span<const RankResult> ranks, const StepCase& step, MeshS
 struct Combination {
   ReducerOptions options;
   Dtype dtype = Dtype::kF32;
-  std::vector<int> microbatch_counts;  // of the steps, one after another through one Reducer
+  std::vector<int> microbatch_counts;  // of the steps, which all run through one Reducer
 };
 
 std::string label_of(const Combination& combination, int microbatch_count) {
@@ -97,8 +97,8 @@ std::vector<MeshShape> every_mesh(int max_size) {
 
 class ExactSum : public testing::TestWithParam<MeshShape> {};
 
-// Every dtype with every layout on every mesh; bucket sizes and numbers of microbatches rotate, so
-// that each meets each of the others on some mesh.
+// Every dtype with every layout on every mesh. Bucket sizes and numbers of microbatches rotate, so
+// that each pair of them meets on some mesh.
 TEST_P(ExactSum, InProcess) {
   const MeshShape shape = GetParam();
   int turn = shape.replicate + shape.shard;

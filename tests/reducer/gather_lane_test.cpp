@@ -1,5 +1,5 @@
-// A lane for gathers beside a Reducer: the same bits as without it, neither waits for the other,
-// and what goes wrong is known to all ranks.
+// A lane for gathers beside a Reducer: the bits are the same as without it, neither waits for the
+// other, and all ranks learn of a failure.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -25,7 +25,7 @@ using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's
 using testing::HasSubstr;
 using SteadyClock = std::chrono::steady_clock;
 
-// A timeout is no way to learn of a peer's failure.
+// Long, as no rank may learn of a peer's failure from a timeout.
 constexpr ThreadRanksOptions kLongTimeout{.timeout = std::chrono::seconds(60),
                                           .deadline = std::chrono::seconds(90)};
 
@@ -38,7 +38,7 @@ StepCase gathered_step(MeshShape shape) {
                      21);
 }
 
-// An Event that completes when the test says so.
+// An Event that completes when the test decides.
 class Gate {
  public:
   Gate() {
@@ -58,7 +58,7 @@ class Gate {
   Stream stream_ = Stream::host_worker("gate");
 };
 
-// One unit of 2,000 elements: each rank's slice holds its shard rank.
+// One unit of 2,000 elements. Each rank's slice holds its shard rank.
 class OneUnit {
  public:
   explicit OneUnit(Reducer& reducer, const Mesh& mesh) : values_(2'000, -1.0F) {
@@ -133,7 +133,7 @@ TEST_P(GatherBeside, ALateGradientHoldsUpNoGather) {
   std::latch gathered_everywhere(shape.size());
   expect_result(shape, step, {.bucket_bytes = 1 << 10}, [&](Reducer& reducer, const Mesh& mesh) {
     OneUnit unit(reducer, mesh);
-    const auto late = [&] {  // one rank has no gradients yet, and the others' buckets wait for it
+    const auto late = [&] {  // the other ranks' buckets wait for this rank's gradients
       if (mesh.rank() == 0) gathered_everywhere.wait();
       const auto stored = deliver(reducer, step, 0, mesh.rank());
       unit.start({}).wait();
@@ -179,7 +179,7 @@ TEST_P(GatherBeside, AnErrorInATaskReachesAllRanksWithItsText) {
                               })
             : unit.start({});
     const Event later = unit.start({});
-    // In the other shard groups a gather may be over before the failure is known.
+    // In other shard groups a gather may have ended before the failure is known.
     const bool meets_it = mesh.replica() == mesh.replicate_size() - 1;
     const auto error = caught<std::exception>([&] { broken.wait(); });
     if (meets_it) {
@@ -253,7 +253,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, GatherBeside,
                                          MeshShape{1, 3}, MeshShape{2, 1}),
                          [](const auto& row) { return to_string(row.param); });
 
-// The step's ranks all skip what was to come after it.
+// All ranks of the step skip the gathers that were to follow it.
 TEST(GatherAfterADroppedStep, IsSkippedAndTheLaneGoesOn) {
   const StepCase step = gathered_step(kSquare);
   run_reducers(kSquare, step, {.bucket_bytes = 1 << 10}, [&](Reducer& reducer, const Mesh& mesh) {
@@ -290,11 +290,11 @@ TEST(GatherAfterADroppedStep, IsSkippedAndTheLaneGoesOn) {
 
 class LaneErrors : public testing::TestWithParam<bool> {};
 
-// A thread that dropped its tasks without a word would leave everybody waiting for them.
+// If the thread dropped its tasks silently, all other ranks would wait for them.
 TEST_P(LaneErrors, FailTheReducer) {
   const Communicator world = in_process_world(1).front();
   reducer::Outcome outcome(world);
-  std::shared_ptr<IssueOrder::Issuer> issuer;  // of the mesh, whose tasks a GPU's are
+  std::shared_ptr<IssueOrder::Issuer> issuer;  // of the mesh; on a GPU it issues the tasks
   if (GetParam()) issuer = IssueOrder::of(world)->add_issuer();
   reducer::Lane lane("lane", {}, outcome, issuer);
   lane.issue({.run = [] { throw std::runtime_error("of the task"); }});

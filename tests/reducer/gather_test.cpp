@@ -69,7 +69,7 @@ TEST_P(Gather, GradientsAreTheWholeMeanRoundedOnce) {
         expect_same_bits(decoded(whole.memory[p], dtype), want, step.parameters[p].name);
       }
     }
-    // The shards are untouched, and a part of the arrays may be gathered by itself.
+    // The shards are untouched. A subset of the arrays may be gathered alone.
     WholeArrays whole = whole_arrays(step, Dtype::kF32, 9.0F);
     reducer.gather_gradients(std::span(whole.arrays).subspan(2, 1));
     expect_same_bits(decoded(whole.memory[2], Dtype::kF32), means[2], "one array");
@@ -84,7 +84,7 @@ TEST_P(Gather, ParametersAreFilledInFromEveryOwnersSlice) {
     for (const Dtype dtype : {Dtype::kF32, Dtype::kBf16, Dtype::kF16, Dtype::kF64}) {
       WholeArrays whole = whole_arrays(step, dtype, -1.0F);
       for (std::size_t p = 0; p < step.parameters.size(); ++p) {
-        // The owner's update: each element's index modulo 251, exact in every dtype.
+        // The owner's update: each element's index modulo 251, which every dtype holds exactly.
         Values values = decoded(whole.memory[p], dtype);
         const Slice slice = reducer.slice(step.parameters[p].name);
         for (std::int64_t i = slice.offset; i < slice.offset + slice.count; ++i) {
@@ -144,7 +144,7 @@ INSTANTIATE_TEST_SUITE_P(
                     GatherCase{{1, 2}, Layout::kFlat, ShardOver::kMesh}),
     testing::PrintToStringParamName());
 
-// More than a message holds, of rows that end one after the other.
+// Rows that do not all end together and need more than one message.
 TEST(GatherParameters, LongUnitsTakeSeveralMessages) {
   const std::vector<Shape> shapes{{1100, 1001}, {777}, {}, {500, 999}, {3}, {499, 1000}, {250, 7}};
   for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
@@ -168,13 +168,13 @@ TEST(GatherParameters, LongUnitsTakeSeveralMessages) {
       for (const std::vector<float>& array : arrays) {
         for (std::size_t i = 0; i < array.size(); ++i) ASSERT_EQ(array[i], static_cast<float>(i));
       }
-      // 8 MB in messages of 4 MiB, or the large one by itself.
+      // 8 MB in messages of 4 MiB, or the large array alone.
       EXPECT_GE(reducer.stats().all_gather_count, 2) << name(layout);
     });
   }
 }
 
-// Of parameters with these counts, gathered in this order.
+// Gathers parameters with these counts, in this order.
 std::vector<std::vector<int>> units_of(Layout kind, std::int64_t bucket_bytes,
                                        std::vector<int> order, std::int64_t unit_bytes) {
   const std::vector<std::int64_t> counts{10, 0, 20, 1 << 18, 30, 256, 1};
@@ -201,17 +201,17 @@ TEST(GatherUnits, JoinSmallArraysAndLeaveLargeOnesAlone) {
   EXPECT_TRUE(units_of(Layout::kFlat, 4, {}, 1 << 10).empty());
 }
 
-// A rank may own all of an array that was joined with others: it would send alone.
+// A rank may own all of an array that shares a message with others: it would be the only sender.
 TEST(GatherUnits, DivideNoJoin) {
   const std::vector<int> all{0, 1, 2, 3, 4, 5, 6};
   EXPECT_THAT(units_of(Layout::kFlat, 4 << 20, all, 1), ElementsAre(ElementsAre(0, 2, 3, 4, 5, 6)));
   const std::vector<int> mixed{3, 6, 4, 2, 1, 0, 5};
-  // Joins of at most 256 bytes: 3 and 5 are larger.
+  // A message holds at most 256 bytes: arrays 3 and 5 are larger.
   EXPECT_THAT(units_of(Layout::kFlat, 256, mixed, 1),
               ElementsAre(ElementsAre(3), ElementsAre(6, 4, 2, 0), ElementsAre(5)));
 }
 
-// Asked thousands of times before there are buckets, as an optimizer does that sets itself up.
+// An optimizer asks thousands of times while it sets itself up, before there are buckets.
 TEST(SliceBeforeTheFirstStep, IsTheOneOfTheStep) {
   constexpr int kParameters = 4'000;
   run_mesh({1, 2}, [](const Mesh& mesh) {

@@ -1,4 +1,4 @@
-// Every rank's slices and bucket rows lie in its carry where the layout's ranges say.
+// In its carry, each rank's slices and bucket rows lie where the layout says.
 #include "hsdp/reducer/gradient_memory.h"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,8 @@
 namespace hsdp {
 namespace {
 
-// Parameters joined and by themselves in several buckets, empty, of rows that do not divide.
+// Parameters that share buckets, that fill several, that are empty, and whose rows do not divide
+// evenly.
 void expect_carry(Communicator& world, Layout kind, int shard_size) {
   const ReducerOptions options{.layout = kind, .bucket_bytes = 5000};
   reducer::ParameterTable table(options, 1);

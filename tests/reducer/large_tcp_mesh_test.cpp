@@ -1,4 +1,4 @@
-// A mesh of 200 processes that share no memory, with the descriptors that a default limit leaves.
+// A mesh of 200 processes without shared memory, within the default limit of open files.
 #include <gtest/gtest.h>
 #include <malloc.h>
 #include <sys/resource.h>
@@ -40,11 +40,13 @@ std::ptrdiff_t count_descriptors() {
   return std::distance(begin(descriptors), end(descriptors));
 }
 
-// One link to each other member of a group that moves data, and what a rank needs without any.
+// Links to the other members of each group that moves data, and the descriptors that a rank needs
+// beside them.
 constexpr std::ptrdiff_t kLinks =
     (kShape.replicate * kShape.shard - 1) + (kShape.replicate - 1) + (kShape.shard - 1);
 constexpr std::ptrdiff_t kDescriptorsBeside = 32;
-// What a group's links hold at most, however many they are; a count far below it counts nothing.
+// The most memory that a group's links hold, however many there are. A count far below it would
+// mean that the test measures nothing.
 constexpr std::size_t kGroupBytes = std::size_t{16} << 20;
 
 TEST(LargeTcpMesh, TakesMeansAndAStep) {
@@ -71,12 +73,12 @@ TEST(LargeTcpMesh, TakesMeansAndAStep) {
     run_step(reducer, step, rank);
     if (gathered(reducer, step) != want) return 3;
     const std::size_t before = heap_bytes();
-    if (!mean(std::int64_t{1} << 21)) return 4;  // every link is full, both ways
+    if (!mean(std::int64_t{1} << 21)) return 4;  // fills every link in both directions
     const std::size_t held = heap_bytes() - before;
     note(std::to_string(held) + " bytes, " + std::to_string(count_descriptors()) + " descriptors");
     if (held > kGroupBytes || held < kGroupBytes / 4) return 5;
-    // The control links and watches of those that speak through it; rank 0 also has each rank's
-    // socket for descriptors.
+    // The control links and watches of the ranks that speak through this one. Rank 0 also has a
+    // socket for descriptors to each rank.
     const std::ptrdiff_t control = 2 * 16 + (rank == 0 ? size : 0);
     if (count_descriptors() > kLinks + control + kDescriptorsBeside) return 6;
     reducer.close();

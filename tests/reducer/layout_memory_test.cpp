@@ -1,5 +1,5 @@
-// What a large model over many ranks takes beside its gradients: a layout, and what a Reducer keeps
-// by it. A program by itself, as it replaces operator new to count the heap.
+// The memory of a large model over many ranks apart from its gradients: the layout, and what a
+// Reducer keeps for it. A separate program, as it replaces operator new to count the heap.
 #include <gtest/gtest.h>
 #include <malloc.h>
 
@@ -113,7 +113,7 @@ TEST(LayoutMemory, DoesNotGrowWithTheNumberOfRanks) {
       const BucketLayout layout(parameters, ranks, kind, 1 << 20);
       return live_bytes - before;
     };
-    // Narrow windows of whole parameters: more of them lie in two buckets.
+    // Narrow windows of whole parameters, so that more of them lie in two buckets.
     const int tenths = kind == Layout::kWhole ? 12 : 11;
     EXPECT_LT(bytes_with(kRanks), bytes_with(1) * tenths / 10) << name(kind);
   }

@@ -74,7 +74,7 @@ TEST(Discard, DropsWhateverIsPendingOrFinished) {
   }
 }
 
-// Neither last nor sync: what was meant is a second microbatch of the same step.
+// With neither last nor sync, the caller means a second microbatch of the same step.
 TEST(UnreadResult, IsNotLostToAMicrobatchThatSaysNothing) {
   const StepCase step = a_step({Sync::kAll}, 4);
   const std::vector<std::function<void(Reducer&)>> reads{
@@ -94,7 +94,7 @@ TEST(UnreadResult, IsNotLostToAMicrobatchThatSaysNothing) {
     }
     microbatch({});
     EXPECT_THAT(caught<UsageError>([&] { microbatch({}); }), says(HasSubstr("discard()")));
-    microbatch({});  // the step of that microbatch was dropped, on all ranks
+    microbatch({});  // all ranks have dropped the step of that microbatch
     microbatch({.last = true});
     microbatch({.sync = Sync::kAll});
     reducer.set_requires_all_reduce(true);

@@ -1,4 +1,5 @@
-// A plan made before anything is allocated is what stats() counts once steps have run, to the byte.
+// A plan made before anything is allocated equals, to the byte, what stats() counts after some
+// steps.
 #include "hsdp/memory_plan.h"
 
 #include <gmock/gmock.h>
@@ -31,7 +32,8 @@ using testing::ThrowsMessage;
 const std::vector<MeshShape> kShapes{{1, 4}, {2, 2}, {4, 1}, {3, 2}};
 constexpr int kSteps = 2;
 
-// Joined and cut, empty and of one element, in buckets of both wire dtypes.
+// Parameters that share buckets, are cut, are empty or have one element, in buckets of both wire
+// dtypes.
 std::vector<ParameterSpec> parameters(Dtype dtype) {
   return {{.name = "norm", .shape = {37}, .dtype = dtype},
           {.name = "large", .shape = {70, 60}, .dtype = dtype},
@@ -155,7 +157,7 @@ TEST(MemoryPlan, HasLocalSumsWhereStepsKeepThem) {
                     .dtype = Dtype::kBf16,
                     .in_window = true});
   }
-  // By what the Reducer is told.
+  // The plan follows from the Reducer's options and flags.
   expect_planned({.options = {.backwards = Backwards::kMany}, .schedule = {Sync::kAll}});
   test::run_mesh({1, 2}, [](const Mesh& mesh) {
     Reducer reducer(mesh);

@@ -36,15 +36,15 @@ TEST(Mesh, NumbersRanksByReplicaThenShardAndSoItsGroups) {
   });
 }
 
-// Waits are the world's: a mesh that asks for another limit than the first one tells the truth.
+// The timeout is the world's: a second mesh that asks for another one reports the world's.
 TEST(Mesh, TellsTheTimeoutOfItsWorld) {
   const ThreadRanksOptions options{.timeout = std::chrono::milliseconds(12'500)};
   const auto body = [](const Mesh& mesh) { EXPECT_EQ(mesh.timeout_s(), 12.5); };
   run_mesh({.replicate = 1, .shard = 2}, body, options);
 }
 
-// Every rank asks for the same impossible mesh and gets a UsageError whose text says what is wrong;
-// the world goes on.
+// Every rank asks for the same impossible mesh and gets a UsageError that says what is wrong. The
+// world stays usable.
 struct Misuse {
   std::string label;
   MeshOptions options;
@@ -95,7 +95,7 @@ INSTANTIATE_TEST_SUITE_P(
         Misuse{"ragged", {.replicate = 2, .shard = 2, .ranks = {{0, 1, 2}, {3}}}, "ranks"}),
     [](const auto& row) { return row.param.label; });
 
-// Before anything connects: no launch is needed to be told.
+// Refused before anything connects, and without a launcher.
 TEST(InitMesh, RefusesATimeoutThatNoClockHolds) {
   for (const double timeout_s : {1e300, 1e18, 1e-9, 0.0, -1.0}) {
     EXPECT_THAT(caught<UsageError>([&] { const Mesh mesh = init_mesh({.timeout_s = timeout_s}); }),
@@ -127,7 +127,7 @@ TEST(MeshRanks, OverlappingArraysAreAMismatch) {
     const std::vector<int> row =
         world.rank() < 2 ? std::vector<int>{0, 1} : std::vector<int>{world.rank(), 1};
     const MeshOptions options{.replicate = 1, .shard = 2, .ranks = {row}};
-    // Ranks 0 and 1 agree with each other, but the others will not join their split.
+    // Ranks 0 and 1 agree with each other, but the other ranks will not join their split.
     EXPECT_THROW(Mesh(world, options), MismatchError);
   });
 }
@@ -167,7 +167,7 @@ TEST(Mesh, AfterCloseEveryUseIsAnError) {
     EXPECT_TRUE(mesh.closed());
     EXPECT_THROW(static_cast<void>(mesh.world()), UsageError);
     EXPECT_THROW(Reducer{mesh}, UsageError);
-    const std::vector<float> ones(4, 1.0F);  // what was made before goes on
+    const std::vector<float> ones(4, 1.0F);  // the mesh made before still works
     before.begin_microbatch({.last = true});
     before.gradient_ready("w", {.data = ones.data(), .shape = {4}});
     before.end_microbatch();

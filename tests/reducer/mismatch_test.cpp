@@ -1,5 +1,5 @@
-// Ranks that do not agree, and worlds that end: an error on every rank, soon, and the same again
-// from every later call.
+// Ranks that disagree and worlds that end: every rank soon gets an error, and every later call
+// repeats it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -93,7 +93,8 @@ TEST(OptionMismatch, IsAnErrorOnEveryRankBeforeAnythingIsReduced) {
   }
 }
 
-// Each message of a set-up says what it is for: none is read as one of another set-up.
+// Each message of a set-up says which set-up it belongs to, so that no other one takes it for its
+// own.
 TEST(AnotherNumberOfReducers, IsNamedOnEveryRankAndMayBeMended) {
   run_patiently(kSquare, [](const Mesh& mesh) {
     Reducer first(mesh);
@@ -110,7 +111,7 @@ TEST(AnotherNumberOfReducers, IsNamedOnEveryRankAndMayBeMended) {
   });
 }
 
-constexpr std::chrono::seconds kWellBefore{30};  // kPatient gives up
+constexpr std::chrono::seconds kWellBefore{30};  // long before kPatient ends
 
 TEST(NoRegistration, OnOneRankIsNamedOnEveryRankAtOnce) {
   for (const int odd : {0, kOddRank}) {
@@ -127,7 +128,7 @@ TEST(NoRegistration, OnOneRankIsNamedOnEveryRankAtOnce) {
   }
 }
 
-// The same mistake everywhere is no mismatch, and may be mended.
+// If all ranks make the same mistake there is no mismatch, and they can correct it.
 TEST(NoRegistration, OnAllRanksIsAUsageErrorAndTheReducerGoesOn) {
   run_mesh(kSquare, [](const Mesh& mesh) {
     Reducer reducer(mesh);
@@ -169,7 +170,8 @@ TEST(BadOptions, OfOneRankAreRepeatedOnEveryRankAtOnceAndTheMeshGoesOn) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, kWellBefore);
 }
 
-// One rank has another schedule. Local microbatches say nothing: the next word's number tells.
+// One rank has another schedule. Local microbatches send nothing: the number in the next word
+// tells.
 TEST(SyncMismatch, IsAnErrorOnEveryRank) {
   using Schedule = std::vector<Sync>;
   struct Row {
@@ -207,7 +209,7 @@ TEST(SyncMismatch, IsAnErrorOnEveryRank) {
 
 TEST(FailedWorld, EveryCallRepeatsTheFirstErrorButTheLastResultStays) {
   const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kSquare.size(), 1, 1);
-  // Not the world's own barrier: its end may still be on its way to a rank when another one aborts.
+  // Not the world's barrier: a rank may still be in it when another one aborts the world.
   std::latch stepped(kSquare.size());
   run_reducers(kSquare, step, {.bucket_bytes = 1 << 10}, [&](Reducer& reducer, const Mesh& mesh) {
     const RankResult result = run_step(reducer, step, mesh.rank());
@@ -215,7 +217,7 @@ TEST(FailedWorld, EveryCallRepeatsTheFirstErrorButTheLastResultStays) {
     if (mesh.rank() == kOddRank) mesh.world().abort("the test ends this world");
     EXPECT_EQ(values_of(reducer.shard("w")), result.shards[0]);
     const auto use = [&] {
-      // The end may still be on its way to this rank.
+      // This rank may learn of the end only after some more steps.
       for (;;) {
         run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
         static_cast<void>(reducer.shard("w"));
@@ -235,8 +237,8 @@ TEST(FailedWorld, EveryCallRepeatsTheFirstErrorButTheLastResultStays) {
   });
 }
 
-// A rank that never comes: the others' wait ends, and says for whom they waited. Its own next call
-// says the same.
+// One rank never comes. The other ranks' wait ends with an error that names it, and so does its own
+// next call.
 TEST(AbsentRank, IsATimeoutOnEveryRank) {
   const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kSquare.size(), 1, 1);
   std::atomic<int> gave_up{0};

@@ -1,4 +1,4 @@
-// Which gradients a microbatch must bring, and what happens when it does not.
+// Which gradients a microbatch needs, and what happens without them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -23,12 +23,13 @@ std::vector<ParameterSpec> parameters_with_holes() {
           {.name = "third", .shape = {300}}};
 }
 
-// What rank 1 does in its open microbatch; its gradients in `stored` live as long.
+// What rank 1 does in its open microbatch. The gradients in `stored` live until the microbatch
+// ends.
 using Misuse =
     std::function<void(Reducer&, const StepCase&, int m, std::vector<StoredGradient>& stored)>;
 
-// In a microbatch of each sync: rank 1 is told so, the others that it was rank 1, nobody has a
-// result, and the next step is right.
+// For a microbatch of each sync: rank 1 gets its error, the other ranks are told that it was rank
+// 1, none has a result, and the next step is right.
 void expect_dropped(const Misuse& misuse, const std::string& own, const std::string& others) {
   const StepCase step = random_step(parameters_with_holes(), kSquare.size(),
                                     {Sync::kShard, Sync::kNone, Sync::kAll}, 5);
@@ -87,7 +88,7 @@ TEST(RejectedGradient, DropsTheStepWithItsReason) {
   expect_dropped(reject, "it is sparse", "it is sparse");
 }
 
-// What is refused before anything of it is taken.
+// What is refused before any of it is used.
 Misuse refused(const std::function<void(Reducer&, const StridedView& third)>& call) {
   return [=](Reducer& reducer, const StepCase& step, int m, std::vector<StoredGradient>& stored) {
     stored.push_back(gradient_of(step, 2, m, 1));
@@ -159,9 +160,9 @@ TEST(MissingAsZero, TellsWhichParametersNoRankUsed) {
       }
     }
   };
-  take(0, 4);                       // on no rank
-  take(1, 2);                       // on rank 2 alone
-  step.gradients[1][1][2].reset();  // and there in the first microbatch alone
+  take(0, 4);                       // missing on every rank
+  take(1, 2);                       // present on rank 2 only
+  step.gradients[1][1][2].reset();  // and there only in the first microbatch
   run_reducers(kSquare, whole, {}, [&](Reducer& reducer, const Mesh& mesh) {
     run_step(reducer, whole, mesh.rank());
     EXPECT_THAT(reducer.unused_parameters(), ElementsAre());
@@ -204,7 +205,7 @@ TEST(MissingAsZero, StillRefusesASecondGradient) {
 
 class ManyBackwards : public testing::TestWithParam<Dtype> {};
 
-// Repeats of one rank add up in fp32 before the one rounding of the pack.
+// Repeated gradients of one rank are added in fp32 before the pack rounds once.
 TEST_P(ManyBackwards, AddRepeatsLocally) {
   constexpr int kRepeatCount = 3;
   const ReducerOptions options{.bucket_bytes = 256, .backwards = Backwards::kMany};
@@ -240,7 +241,7 @@ TEST_P(ManyBackwards, AddRepeatsLocally) {
 INSTANTIATE_TEST_SUITE_P(Dtypes, ManyBackwards, testing::Values(Dtype::kF32, Dtype::kBf16),
                          [](const auto& row) { return std::string(name(row.param)); });
 
-// An f16 wire has room for as many as the rank that has most: sums of it alone are out of range.
+// An f16 wire leaves headroom for the rank with the most gradients, whose sum alone would overflow.
 TEST(ManyBackwardsF16, CountOfTheRankThatHasMost) {
   constexpr float kValue = 4096;
   constexpr int kMost = 16;

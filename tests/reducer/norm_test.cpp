@@ -217,7 +217,8 @@ void check_found_inf(const Poison& poison, MeshShape shape) {
 
 TEST_P(FoundInf, IsTheOrOverTheWorldAndTheStep) { check_found_inf(GetParam(), {2, 2}); }
 
-// There a microbatch is added to the carry without a hop, which would see what is not finite.
+// On these meshes a microbatch is added to the carry without a hop, which would notice non-finite
+// values.
 TEST_P(FoundInf, CountsMicrobatchesThatNoHopSaw) {
   Poison poison = GetParam();
   if (poison.options.reduce_dtype) poison.found = false;  // nothing is rounded to it
@@ -244,7 +245,7 @@ TEST(FoundInfOfAPendingStep, IsAUsageError) {
 INSTANTIATE_TEST_SUITE_P(Poisons, FoundInf, testing::ValuesIn(poisons()),
                          [](const auto& row) { return row.param.label; });
 
-// Values that f16 alone cannot sum: the headroom exponents of section 4 keep them.
+// Values whose f16 sum would overflow: the headroom exponents of section 4 prevent that.
 TEST(F16Headroom, SumsOfTheLargestValueAreExact) {
   for (const MeshShape shape : {MeshShape{4, 2}, MeshShape{3, 1}, MeshShape{1, 5}}) {
     StepCase step =

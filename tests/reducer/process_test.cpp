@@ -83,8 +83,8 @@ TEST_P(SameBits, OnEveryTransportAndBucketSize) {
 INSTANTIATE_TEST_SUITE_P(Meshes, SameBits, testing::Values(MeshShape{2, 2}, MeshShape{1, 3}),
                          [](const auto& row) { return to_string(row.param); });
 
-// Steps until something goes wrong; notes what, whom it names and when. `forks` a child once the
-// connections stand.
+// Runs steps until one fails; notes what was thrown, which rank it names and when. `forks`: starts
+// a child once the connections are made.
 int run_until_error(MeshShape shape, double timeout_s, bool forks = false,
                     ShardOver over = ShardOver::kShard) {
   const StepCase step = random_step(odd_parameters(Dtype::kF32), shape.size(),
@@ -116,8 +116,8 @@ int run_until_error(MeshShape shape, double timeout_s, bool forks = false,
   }
 }
 
-// The time, the message, "at fault r". A rank a step behind the victim may not have noted
-// "running".
+// The notes are the time, the message and "at fault r". A rank that is a step behind the victim may
+// not have noted "running".
 void expect_verdict(const RankOutcome& outcome, int exit_code, int victim, Clock::time_point from,
                     std::chrono::milliseconds limit) {
   EXPECT_EQ(outcome.exit_code, exit_code) << outcome.error;
@@ -126,7 +126,7 @@ void expect_verdict(const RankOutcome& outcome, int exit_code, int victim, Clock
   ASSERT_EQ(notes.size(), 3U) << testing::PrintToString(notes);
   const Clock::time_point raised{Clock::duration(std::stoll(notes[0]))};
   EXPECT_LE(raised - from, limit) << notes[1];
-  // What this rank was doing: a collective, a wait, or the call that met the end.
+  // What this rank was doing: a collective, a wait, or the call that found the world ended.
   EXPECT_THAT(notes[1], testing::Not(testing::StartsWith("world: ")));
   EXPECT_THAT(notes[1], HasSubstr("rank " + std::to_string(victim)));
   EXPECT_EQ(notes[2], "at fault " + std::to_string(victim));
@@ -136,7 +136,7 @@ struct Victim {
   MeshShape shape;
   std::string transport;
   int rank = 0;
-  bool has_child = false;  // a data loader, which keeps the dead rank's sockets open
+  bool has_child = false;  // a child, such as a data loader, keeps the dead rank's sockets open
   ShardOver over = ShardOver::kShard;
 };
 
@@ -204,14 +204,14 @@ std::string victim_name(const testing::TestParamInfo<Victim>& info) {
 }
 
 INSTANTIATE_TEST_SUITE_P(EveryRank, Killed, testing::ValuesIn(victims()), victim_name);
-// Each of these waits for a timeout: every rank once.
+// Each of these waits for a timeout, so every rank is stopped in one case only.
 INSTANTIATE_TEST_SUITE_P(EveryRank, Stopped,
                          testing::Values(Victim{{2, 2}, "auto", 0}, Victim{{2, 2}, "auto", 1},
                                          Victim{{2, 2}, "tcp", 2}, Victim{{2, 2}, "auto", 3},
                                          Victim{{1, 3}, "tcp", 0}, Victim{{1, 3}, "auto", 2}),
                          victim_name);
 
-// One rank's mistake is an error on the other, too, and not the end of its patience.
+// A mistake on one rank is an error on the other rank at once, not after a timeout.
 TEST(InitMesh, WithBadSizesOnOneRankIsAnErrorOnAll) {
   const auto outcomes = run_processes(2, {}, [](int rank) {
     Communicator job = connect_world();
@@ -229,7 +229,7 @@ TEST(InitMesh, WithBadSizesOnOneRankIsAnErrorOnAll) {
     };
     const std::string source = " (the job's size is 2 by WORLD_SIZE of hsdp_run or torchrun)";
     if (!told({.replicate = 0, .shard = 2}, "mesh: expected replicate and", source)) return 1;
-    // Of a part of the job the sizes need not be the job's.
+    // The sizes of a mesh over part of the job need not multiply to the job's size.
     if (!told({.replicate = 1, .shard = 3, .ranks = {{0, 1}}}, "mesh: ranks: ", "")) return 2;
     job.barrier();
     return 0;
@@ -237,7 +237,7 @@ TEST(InitMesh, WithBadSizesOnOneRankIsAnErrorOnAll) {
   for (const RankOutcome& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
 }
 
-// Compared with gather_parameters() in every process, and with each other.
+// Compared with gather_parameters() in each process, and between processes.
 TEST(GathersBetweenProcesses, UnderRunningMicrobatchesHaveTheSameBits) {
   const MeshShape shape{.replicate = 2, .shard = 2};
   const StepCase step = random_step(odd_parameters(Dtype::kF32), shape.size(),
@@ -263,7 +263,7 @@ TEST(GathersBetweenProcesses, UnderRunningMicrobatchesHaveTheSameBits) {
   EXPECT_EQ(hashes.size(), 1U);
 }
 
-// One rank raises in its block: between processes, too, all others go on with it.
+// One rank raises in its block: the step is dropped in all processes, and all ranks go on.
 TEST(AbandonBetweenProcesses, TheNextStepIsRight) {
   const MeshShape shape{.replicate = 2, .shard = 2};
   const StepCase step =

@@ -1,8 +1,8 @@
-// Random steps: whatever the numeric rules depend on is drawn from a seed, and not one bit of any
-// result differs from the reference.
+// Random steps: everything the numeric rules depend on is drawn from a seed, and every bit of every
+// result must equal the reference's.
 //
-// A failure names the seed and all that was drawn from it. Seeds are fixed: the test run again runs
-// the same steps.
+// A failure names the seed and all that was drawn from it. The seeds are fixed, so a rerun runs the
+// same steps.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -19,7 +19,7 @@ namespace {
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
 constexpr int kSeedCount = 100;
-constexpr int kStepsPerSeed = 2;  // through one Reducer: nothing of the first may reach the second
+constexpr int kStepsPerSeed = 2;  // through one Reducer: nothing of the first may affect the second
 constexpr int kMostMicrobatches = 6;
 
 using Syncs = std::vector<Sync>;
@@ -80,8 +80,8 @@ std::vector<ParameterSpec> random_parameters(Random& random, int group_count) {
   return parameters;
 }
 
-// Ordinary values, the subnormals and the largest of a dtype that it may travel in, or all of these
-// together.
+// Ordinary values, subnormals, the largest values of a dtype that the gradient may travel in, or
+// all of these.
 ExponentRange random_exponents(Random& random, Dtype dtype) {
   constexpr std::array<ExponentRange, 4> kOfF16{{{-12, 11}, {-26, -13}, {11, 15}, {-26, 15}}};
   constexpr std::array<ExponentRange, 3> kBeyondF16{{{-150, -124}, {118, 126}, {-150, 126}}};
@@ -89,7 +89,7 @@ ExponentRange random_exponents(Random& random, Dtype dtype) {
   return beyond ? one_of(random, kBeyondF16) : one_of(random, kOfF16);
 }
 
-// Some are missing, but never everywhere.
+// Some gradients are missing, but each parameter has one on some rank.
 Gradients random_gradients(Random& random, const ParameterSpec& spec, std::size_t microbatch_count,
                            int world_size, bool holes) {
   const ExponentRange exponents = random_exponents(random, spec.dtype);
@@ -105,7 +105,7 @@ Gradients random_gradients(Random& random, const ParameterSpec& spec, std::size_
   return gradients;
 }
 
-// Any sync of any group, but that a microbatch which is all in every group ends the step.
+// Draws any sync for any group; only a microbatch with `all` in every group ends the step.
 std::vector<Syncs> random_schedules(Random& random, std::size_t group_count, bool finish) {
   const int microbatch_count = random.integer(1, kMostMicrobatches);
   std::vector<Syncs> schedules(group_count);
@@ -238,7 +238,7 @@ void expect_no_differing_bit(std::span<const RankResult> ranks, const RandomJob&
   }
 }
 
-// One world of threads for all jobs on a mesh.
+// One world of threads runs all jobs on a mesh.
 void check_jobs(MeshShape shape, const std::vector<RandomJob>& jobs) {
   using StepResults = std::vector<std::vector<RankResult>>;  // [step][rank]
   std::vector<StepResults> results(

@@ -38,7 +38,7 @@ class ReducerSnapshot : public testing::Test {
     return values;
   }
 
-  // The snapshot's number of a parameter: it may keep them in an order of its own.
+  // The index of a parameter in the snapshot, which may order parameters differently.
   [[nodiscard]] static std::size_t find(const Snapshot& snapshot, const std::string& name) {
     const auto& parameters = snapshot.parameters();
     const auto at = std::ranges::find(parameters, name, &SnapshotParameter::name);
@@ -156,7 +156,7 @@ TEST_F(ReducerSnapshot, IsACopyThatTheNextStepDoesNotTouch) {
   }
 }
 
-// Accumulating after the all-reduce, as the seed did: the comparison says so and names it.
+// Accumulating after the all-reduce: the comparison reports the difference and names the cause.
 TEST_F(ReducerSnapshot, TheWrongOrderIsCaughtByTheComparison) {
   const MeshShape shape{.replicate = 2, .shard = 2};
   const StepCase step =

@@ -1,4 +1,4 @@
-// What a replica hop may rely on, by a hop that needs all of it, and a contract that any hop keeps.
+// What a replica hop may rely on, shown by a hop that needs all of it, and a contract for any hop.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -36,10 +36,11 @@ std::vector<ParameterSpec> some_parameters() {
 
 FakeHop::Options some_options() { return {.excluded = {"norm", "bias"}}; }
 
-// What FakeHop makes of whole parameters, in the test's own words.
+// What FakeHop computes from whole parameters, written independently.
 class Model {
  public:
-  // Every gradient of one step; group "late" is all in its last microbatch only, the others in all.
+  // Every gradient of one step. Group "late" has sync all in the last microbatch only, the others
+  // in every one.
   std::vector<Values> run(const StepCase& step) {
     std::vector<Values> means;
     const auto microbatches = static_cast<int>(step.gradients.front().size());
@@ -72,7 +73,7 @@ class Model {
   std::map<std::string, std::vector<Values>> errors_;  // [replica]
 };
 
-// As Model::run: early groups are all in every microbatch.
+// As Model::run: early groups have sync all in every microbatch.
 std::vector<Values> run_with_flags(Reducer& reducer, const StepCase& step, int rank) {
   const auto microbatches = static_cast<int>(step.gradients.front().size());
   for (int m = 0; m < microbatches; ++m) {
@@ -146,7 +147,7 @@ TEST(QuantizingHop, KeepsItsErrorsFromStepToStep) {
   }
 }
 
-// Codes of a byte, gathered means of four; what is excluded goes both ways in fp32.
+// Codes have one byte, gathered means four. Excluded elements travel in fp32 both ways.
 TEST(QuantizingHop, IsCountedByWhatItsGroupsCarry) {
   std::atomic<std::int64_t> bytes{0};
   run_mesh(kSquare, [&](const Mesh& mesh) {
@@ -180,7 +181,7 @@ TEST(QuantizingHop, CutsAtItsMultiplesAndSharesNoBucketWithWhatItExcludes) {
   });
 }
 
-// That such steps leave no trace is part of the contract.
+// The contract includes that such steps leave no trace.
 TEST(QuantizingHop, IsToldHowEachStepEnded) {
   const StepCase clean = some_step(1, 2);
   StepCase overflows = some_step(1, 3);
@@ -242,7 +243,7 @@ TEST(HopMismatch, OfOptionsAndOfWordsIsNamedOnAllRanks) {
   });
 }
 
-// Fails once, on one rank, at that place.
+// Fails once, at that place on one rank.
 FakeHop::Options failing_at(std::string place, bool fails) {
   FakeHop::Options options = some_options();
   auto left = std::make_shared<int>(fails ? 1 : 0);
@@ -252,7 +253,7 @@ FakeHop::Options failing_at(std::string place, bool fails) {
   return options;
 }
 
-// Rank 3 tells what failed, the others that it was rank 3 in its `task`.
+// Rank 3 says what failed; the other ranks say that rank 3 failed in its `task`.
 void expect_failure(const Mesh& mesh, const std::string& task, const std::function<void()>& call) {
   const std::string of_others = mesh.rank() == 3 ? "" : "rank 3 of 4 could not " + task;
   EXPECT_THAT(caught<Error>(call),
@@ -284,7 +285,7 @@ TEST(HopFailure, OfPrepareIsToldAndMayBeTriedAgain) {
   run_patiently(kSquare, [&](const Mesh& mesh) {
     const Made made = make(mesh, failing_at("prepare", mesh.rank() == 3));
     expect_failure(mesh, "prepare its replica hop", [&] { made.reducer->prepare(); });
-    const ReducerStats stats = made.reducer->stats();  // the hop keeps what is the hop's
+    const ReducerStats stats = made.reducer->stats();  // the hop's memory counts as the hop's
     EXPECT_EQ(stats.resident_bytes, stats.replica_hop_state_bytes);
     EXPECT_EQ(run_with_flags(*made.reducer, step, mesh.rank()), expected);
   });
@@ -314,7 +315,7 @@ TEST_P(HopFailureAt, ReachesTheOthersAtOnceWithItsText) {
     const bool fails = mesh.rank() == 3;
     const Made made = make(mesh, failing_at(GetParam(), fails));
     const auto run = [&] { run_with_flags(*made.reducer, some_step(1, 1), mesh.rank()); };
-    // The step in which a hop could not be told its end stands elsewhere.
+    // If a hop could not be told that the step ended, that step's result still stands.
     if (GetParam() == "end_step" && !fails) static_cast<void>(caught<Error>(run));
     for (int repeat = 0; repeat < 2; ++repeat) {
       EXPECT_THAT(caught<Error>(run), says(HasSubstr("hop: no memory for codes")));
@@ -339,7 +340,7 @@ class Party final : public StepParty {
   std::vector<StepEnd> ends;
 };
 
-// What a rank of run_with_party() has.
+// One rank of run_with_party().
 struct PartyRank {
   int rank;
   const StepCase& step;  // of one microbatch
@@ -365,7 +366,7 @@ void run_with_party(const std::function<void(PartyRank& own)>& body,
 TEST(StepParties, AreToldHowEveryStepEndedUntilTheyGo) {
   run_with_party([](PartyRank& own) {
     Reducer& reducer = own.reducer;
-    reducer.add_party(std::make_shared<Party>());  // lives no longer than this line
+    reducer.add_party(std::make_shared<Party>());  // destroyed at the end of this line
     own.run_step();
     run_microbatch(reducer, own.step, 0, own.rank, {.sync = Sync::kShard});
     EXPECT_THROW(reducer.add_party(own.party), UsageError);
@@ -388,7 +389,7 @@ TEST(StepParties, ThatDifferAreNamed) {
   });
 }
 
-// The end of the step before may come late, to some ranks only.
+// The previous step may end late, and on some ranks only.
 TEST(StepParties, HearOfNoStepBeforeTheyCame) {
   run_with_party([](PartyRank& own) {
     constexpr std::chrono::milliseconds kLate{100};
@@ -406,7 +407,7 @@ TEST(StepParties, HearOfNoStepBeforeTheyCame) {
   });
 }
 
-// One that is gone on one rank is not compared, and gone on all it is forgotten.
+// A party that is gone on one rank is not compared. Once it is gone on all ranks it is forgotten.
 TEST(StepParties, MayGoOnOneRankBeforeTheOthers) {
   run_with_party([](PartyRank& own) {
     std::array<std::shared_ptr<Party>, 3> parties{std::move(own.party), std::make_shared<Party>(),
@@ -428,7 +429,7 @@ TEST(StepParties, MayGoOnOneRankBeforeTheOthers) {
   });
 }
 
-// A begun step ends for its parties, whatever became of the world.
+// A step that has begun ends for its parties, even when the world has ended.
 TEST(StepParties, HearOfAStepThatWasCut) {
   const StepCase step = integer_step(some_parameters(), kSquare.size(), 1, 1);
   for (const bool closes : {false, true}) {
@@ -457,7 +458,7 @@ TEST(StepParties, HearOfAStepThatWasCut) {
   }
 }
 
-// Its peers stay away, so that close() gives up after the timeout.
+// The peers stay away, so close() gives up after the timeout.
 TEST(StepParties, HearOfAStepThatACloseLeft) {
   constexpr ThreadRanksOptions kShort{.timeout = std::chrono::seconds(1),
                                       .deadline = std::chrono::seconds(30)};
@@ -478,7 +479,7 @@ TEST(StepParties, HearOfAStepThatACloseLeft) {
       kShort);
 }
 
-// With one replica nobody asks the hop.
+// With one replica the hop is never called.
 TEST(QuantizingHop, IsNotUsedWithOneReplica) {
   run_mesh({1, 2}, [](const Mesh& mesh) {
     const Made made = make(mesh);
@@ -488,7 +489,7 @@ TEST(QuantizingHop, IsNotUsedWithOneReplica) {
   });
 }
 
-// f stands from the first mean of a step.
+// The first mean of a step fixes f.
 TEST(QuantizingHop, HoldsTheDivideFactorFromItsFirstMean) {
   run_mesh(kSquare, [](const Mesh& mesh) {
     const Made made = make(mesh);

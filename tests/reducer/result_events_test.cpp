@@ -1,4 +1,4 @@
-// Results that nobody waits for: their Events say when they are there, or why they never will be.
+// Results as Events: they complete when the result is there, or throw why there is none.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -28,7 +28,7 @@ void begin(Reducer& reducer, float value, std::vector<float>& gradient) {
   reducer.gradient_ready("w", {.data = gradient.data(), .shape = {kCount}});
 }
 
-// Where the forms with an output write to.
+// Memory for the forms with an output.
 struct Outputs {
   double norm = -1.0;
   float found = -1.0F;
@@ -37,7 +37,7 @@ struct Outputs {
   double clip = -1.0;
   std::array<Event, 4> events;
 
-  // The norm and found_inf of the second; one factor and one clip of both.
+  // Asks for the norm and found_inf of the second Reducer, and for one factor and one clip of both.
   void ask(Reducer& first, Reducer& second, double max_norm) {
     const std::array<Reducer*, 2> both{&first, &second};
     events = {second.grad_norm({&norm, 1, Dtype::kF64, {}}),
@@ -52,7 +52,7 @@ using EndLate = std::function<void(const Mesh&, Reducer& second)>;
 using Check = std::function<void(const Mesh&, Reducer& first, Reducer& second, Outputs&)>;
 
 // The first Reducer's step has ended on all ranks, the second one's on all but the late rank, which
-// does what `end_late` says once all others have their Events. `late_value`: of its gradient there.
+// calls `end_late` once all other ranks have their Events. `late_value`: the value of its gradient.
 void with_a_late_rank(float late_value, const EndLate& end_late, const Check& check) {
   std::latch asked(kMesh.size() - 1);
   run_patiently(kMesh, [&](const Mesh& mesh) {
@@ -88,7 +88,7 @@ TEST(ResultEvents, ComeBeforeADelayedPeerAndTheValuesWithIt) {
         for (const Event& event : outputs.events) event.wait();
         EXPECT_EQ(outputs.norm, 12.0);
         EXPECT_EQ(outputs.found, 0.0F);
-        EXPECT_EQ(outputs.clip, 20.0);  // with the first one's 16
+        EXPECT_EQ(outputs.clip, 20.0);  // the other factor is the first Reducer's 16
         const auto factor = static_cast<float>(10.0 / (20.0 + 1e-6));
         EXPECT_EQ(outputs.norm_of_both, 20.0);
         EXPECT_EQ(outputs.factor, factor);

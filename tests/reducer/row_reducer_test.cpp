@@ -1,4 +1,4 @@
-// Rows that something else has scattered: their sums, by any hop, and what ranks must agree on.
+// Rows that something else has scattered: their sums over any hop, and what ranks must agree on.
 #include "hsdp/row_reducer.h"
 
 #include <gmock/gmock.h>
@@ -29,7 +29,7 @@ using testing::HasSubstr;
 constexpr int kEarly = 0;
 constexpr int kLate = 1;
 
-// Two modules; the second one's row has a gap, as FSDP2's padding is.
+// Two modules. The second one's row has a gap, such as FSDP2's padding.
 std::vector<RowGroup> two_modules() {
   return {{.name = "early",
            .parameters = {{"early.w", {3, 4}}},
@@ -49,7 +49,7 @@ std::vector<RowGroup> frozen_modules() {
   return groups;
 }
 
-// Small integers, other ones for each backward, module, rank and element.
+// Small integers, different for each backward, module, rank and element.
 Values row_of(int backward, int module, int rank) {
   Values values(module == kEarly ? 12 : 8);
   for (std::size_t i = 0; i < values.size(); ++i) {
@@ -60,7 +60,7 @@ Values row_of(int backward, int module, int rank) {
   return values;
 }
 
-// The mean over two replicas of what those backwards had.
+// The mean of those backwards over two replicas.
 Values mean_of(const std::vector<int>& backwards, int module) {
   Values mean = row_of(0, module, 0);
   for (std::size_t i = 0; i < mean.size(); ++i) {
@@ -131,7 +131,7 @@ class Modules {
   std::array<Values, 2> gradients;
 };
 
-// On each of two replicas.
+// Run on each of two replicas.
 void run_two(const MeshBody& body) { run_patiently({2, 1}, body); }
 
 TEST(RowReducer, SumsBackwardsAndReplicas) {
@@ -259,7 +259,7 @@ TEST(RowReducer, AStepIsDroppedBetweenBackwards) {
   });
 }
 
-// The first drop is not judged yet, as nobody waits for the others then.
+// The ranks have not agreed on the first drop yet, as none waits for another at that point.
 TEST(RowReducer, WhoGoesAfterADropDropsTheNextStepToo) {
   for (const bool closes : {false, true}) {
     SCOPED_TRACE(closes);
@@ -290,7 +290,8 @@ TEST(RowReducer, WhoGoesAfterADropDropsTheNextStepToo) {
   }
 }
 
-// A rank that gives up after its last row, before it has heard of the others, waits for nobody.
+// A rank that gives up after its last row, before it has heard from the other ranks, does not wait
+// for them.
 TEST(RowReducer, WhoLeavesABackwardAndDropsTheStepLetsTheOthersEndIt) {
   run_two([](const Mesh& mesh) {
     Modules modules(mesh);
@@ -337,7 +338,7 @@ TEST(RowReducer, AFinishThatOneRankRefusesDropsTheStep) {
   });
 }
 
-// What a hop with a state gets: names, shapes, ranges with gaps, one end a step.
+// What a stateful hop receives: names, shapes, ranges with gaps, and one end for each step.
 TEST(RowReducer, RunsAHopWithAState) {
   run_two([](const Mesh& mesh) {
     const auto hop = std::make_shared<FakeHop>();
@@ -379,7 +380,7 @@ TEST(RowReducer, RunsAHopWithAState) {
   });
 }
 
-// Once something was summed the others count on the rest of the backward.
+// Once something has been summed, the other ranks rely on the rest of the backward.
 TEST(RowReducer, AFailureInsideABackwardEndsTheWorld) {
   for (const bool leaves : {false, true}) {
     const auto start = std::chrono::steady_clock::now();
@@ -411,7 +412,7 @@ TEST(RowReducer, AFailureInsideABackwardEndsTheWorld) {
   }
 }
 
-// A row that cannot be added, on one rank, in a backward that reduces.
+// On one rank a row cannot be added, in a backward that reduces.
 TEST(RowReducer, AWrongRowDropsTheStep) {
   run_two([](const Mesh& mesh) {
     Modules modules(mesh);
@@ -449,7 +450,8 @@ TEST(RowReducer, TakesOtherParametersBetweenSteps) {
   });
 }
 
-// As where they were frozen and no longer are: only a rank whose backward came between saw it.
+// As when parameters were frozen and unfrozen again: only a rank that ran a backward in between
+// noticed.
 TEST(RowReducer, TheSameParametersAgainAreNoChange) {
   run_two([](const Mesh& mesh) {
     FakeHop::Options options;
@@ -482,7 +484,7 @@ TEST(RowReducer, OtherParametersOnOneRankAreAMismatch) {
   });
 }
 
-// One rank takes a step for over that another one is still in: each learns it at once.
+// One rank believes that a step is over in which another one still is: both learn of it at once.
 TEST(RowReducer, RanksThatAreAStepApartAreTold) {
   using Act = std::function<void(Modules&)>;
   struct Case {
@@ -521,7 +523,7 @@ TEST(RowReducer, RanksThatAreAStepApartAreTold) {
 TEST(RowReducer, ARowThatIsRefusedFirstDropsItsOwnStep) {
   run_two([](const Mesh& mesh) {
     Modules modules(mesh);
-    modules.backward(0);  // by its flags the whole step
+    modules.backward(0);  // the flags make this the whole step
     if (mesh.rank() == 1) {
       modules.rows.reject("a bad row");
     } else {
@@ -549,7 +551,7 @@ TEST(RowReducer, AHopThatCannotEndAStepEndsTheWorld) {
   });
 }
 
-// What a dropped step met is not the next one's.
+// An overflow in a dropped step does not count in the next one.
 TEST(RowReducer, ADroppedStepLeavesNoOverflow) {
   run_two([](const Mesh& mesh) {
     const auto hop = std::make_shared<FakeHop>();
@@ -600,7 +602,7 @@ TEST(RowReducer, OtherModelsOrHopsAreAMismatch) {
   });
 }
 
-// One replica: nothing travels, and nobody is asked.
+// With one replica nothing is sent and the hop is never called.
 TEST(RowReducer, OfOneReplicaSumsBackwards) {
   run_mesh({1, 2}, [](const Mesh& mesh) {
     Modules modules(mesh);

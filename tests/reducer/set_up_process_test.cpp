@@ -1,5 +1,5 @@
-// A set-up that fails on one of several processes: no rank has it then, nothing of it is left, and
-// the next attempt is right.
+// A set-up fails on one of several processes: then no rank has it, nothing of it is left, and the
+// next attempt succeeds.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -24,7 +24,7 @@ using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's
 using testing::AllOf;
 using testing::HasSubstr;
 
-// What this process has open.
+// What this process has open now.
 struct Held {
   std::ptrdiff_t thread_count = 0;
   std::ptrdiff_t descriptor_count = 0;
@@ -42,7 +42,8 @@ Held held_now() {
   return {entry_count("/proc/self/task"), entry_count("/proc/self/fd")};
 }
 
-// Once nothing changes: the I/O thread closes what it needed to connect a moment later.
+// What it has open once that no longer changes: the I/O thread closes the sockets of the connection
+// phase a moment later.
 Held held_at_rest() {
   Held held = held_now();
   for (int calm_looks = 0; calm_looks < 20; ++calm_looks) {
@@ -54,7 +55,7 @@ Held held_at_rest() {
   return held;
 }
 
-// A thread that was joined stays in the list for a moment.
+// A joined thread stays in the list for a moment.
 void expect_no_more_than(const Held& before, const std::string& label) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(5);
   Held held = held_now();
@@ -70,7 +71,8 @@ void expect_no_more_than(const Held& before, const std::string& label) {
                            << testing::PrintToString(before);
 }
 
-// Runs `body` in 2 x 2 processes. The timeout is long: it is no way to learn of a peer's failure.
+// Runs `body` in 2 x 2 processes. The timeout is long, as no rank may learn of a peer's failure
+// from it.
 void run_patient_processes(const std::string& transport, const MeshBody& body) {
   ProcessOptions options;
   options.deadline = std::chrono::seconds(90);
@@ -92,7 +94,7 @@ StepCase small_step() {
                      kSquare.size(), {Sync::kShard, Sync::kAll}, 3);
 }
 
-// A whole step, and the bits of its result.
+// Runs a whole step; returns the bits of its result.
 void expect_right_step(Reducer& reducer, const StepCase& step, const Mesh& mesh) {
   run_step(reducer, step, mesh.rank());
   expect_same_bits(gathered(reducer, step), reference_results(step, {}, kSquare), "the step");
@@ -102,7 +104,7 @@ ReducerOptions options_with_memory() {
   return {.bucket_bytes = 256, .replica_hop = std::make_shared<MemoryHop>()};
 }
 
-// Where processes share memory, each also maps that of its peers.
+// Where processes share memory, each also maps its peers' memory.
 std::vector<SetUpFault> faults_over(const std::string& transport) {
   std::vector<SetUpFault> faults = set_up_faults();
   if (transport == "tcp") return faults;
@@ -117,7 +119,7 @@ std::vector<SetUpFault> faults_over(const std::string& transport) {
 
 class SetUpOfProcesses : public testing::TestWithParam<std::string> {};
 
-// A Reducer that never has its set-up leaves nothing either when it is gone.
+// A Reducer whose set-up never succeeds leaves nothing behind either when it is destroyed.
 TEST_P(SetUpOfProcesses, FailsOnAllRanksLeavesNothingAndMayBeTriedAgain) {
   const StepCase step = small_step();
   run_patient_processes(GetParam(), [&](const Mesh& mesh) {
@@ -163,7 +165,7 @@ TEST_P(SetUpOfProcesses, ComparesRegistrationsThatMayBeMended) {
   });
 }
 
-// One constructor after the other fails, in its options or in its groups.
+// One constructor after another fails, in the options or in the groups.
 TEST_P(SetUpOfProcesses, LeavesTheMeshToAnotherReducer) {
   const StepCase step = small_step();
   const bool has_shared_groups = GetParam() != "tcp";

@@ -1,5 +1,5 @@
-// One rank cannot make what a Reducer needs: no rank has it then, everybody is told at once who
-// failed, and the next attempt is right.
+// One rank cannot make what a Reducer needs: then no rank has it, all ranks are told at once which
+// one failed, and the next attempt succeeds.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -102,7 +102,7 @@ TEST(SetUpOfALane, IsAgreedAndMayBeTriedAgain) {
       kPatient);
 }
 
-// The world's end is repeated, as any other failure is.
+// The end of the world is repeated like any other failure.
 TEST(SetUpInAnEndedWorld, SaysSoEveryTime) {
   std::latch made(2);
   std::latch ended(2);
@@ -118,11 +118,11 @@ TEST(SetUpInAnEndedWorld, SaysSoEveryTime) {
   });
 }
 
-// Not part of the set-up: the memory of local sums, which the first `none` asks for.
+// The memory of local sums is not part of the set-up: the first `none` allocates it.
 TEST(MemoryOfLocalSums, ThatOneRankCannotGetDropsTheStep) {
   const StepCase step =
       random_step({{.name = "w0", .shape = {100}}}, kSquare.size(), {Sync::kNone, Sync::kAll}, 3);
-  for (const bool late : {false, true}) {  // after a microbatch that needs none
+  for (const bool late : {false, true}) {  // late: after a microbatch that needs none
     const auto run = [&](Reducer& reducer, const Mesh& mesh) {
       run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kAll});  // sets it up
       const auto run_out = [&] {

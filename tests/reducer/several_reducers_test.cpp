@@ -1,5 +1,5 @@
-// Reducers that share a mesh, gradients that come late or from many threads: no deadlock, no
-// mixing.
+// Several Reducers on one mesh, gradients that come late or from many threads: no deadlock, and no
+// mix-up.
 #include <gtest/gtest.h>
 
 #include <latch>
@@ -66,7 +66,7 @@ TEST(SeveralReducers, OneDropsItsStepTheOtherKeepsIts) {
   });
 }
 
-// Every rank holds back what the others send first, and the buckets that go first come last.
+// Every rank holds back what the other ranks send first, so the buckets due first come last.
 TEST(Arrival, LateBucketsFirstInADifferentOrderOnEveryRank) {
   const StepCase step = random_step(many_parameters(40, Dtype::kBf16), kSquare.size(),
                                     {Sync::kShard, Sync::kNone, Sync::kAll}, 5);
@@ -85,7 +85,7 @@ TEST(Arrival, LateBucketsFirstInADifferentOrderOnEveryRank) {
   }
 }
 
-// gradient_ready returns although no peer has begun: it never waits for one.
+// gradient_ready returns although no peer has begun: it never waits for a peer.
 TEST(Arrival, GradientReadyNeverWaitsForAPeer) {
   const StepCase before =
       random_step(many_parameters(30, Dtype::kF32), kSquare.size(), {Sync::kAll}, 5);

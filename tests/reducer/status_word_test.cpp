@@ -1,4 +1,4 @@
-// What ranks tell each other at the end of a microbatch, as bytes.
+// What ranks tell each other at the end of a microbatch, in bytes.
 #include "hsdp/reducer/status_word.h"
 
 #include <gmock/gmock.h>
@@ -22,7 +22,7 @@ using testing::StartsWith;
 
 const std::vector<int> kRanks{4, 5, 6};  // of the job
 
-// What the words of ranks 4, 5 and 6 come to, where they are that many.
+// The merged words of ranks 4, 5 and 6.
 Words join(std::span<const StatusWord> words) {
   Words joined{.own = words.front(), .all = {}};
   for (std::size_t i = words.size(); i-- > 0;) joined.all.add(kRanks[i], words[i].saying());
@@ -90,7 +90,7 @@ TEST(StatusWord, TheLowestRankThatDroppedTheStepSaysWhy) {
   }
 }
 
-// What the words disagree on, and who is named; nothing when they agree.
+// What the words disagree on and which ranks are named; empty when they agree.
 std::string mismatch_of(const comm::Agreement& all, const WordNames& names = {},
                         std::size_t size = kRanks.size()) {
   const auto found = find_mismatch(all, std::span(kRanks).first(size), names);
@@ -116,7 +116,7 @@ TEST(StatusWord, AMismatchNamesTheFieldAndBothValues) {
                         "'several, in f32' on rank 2 of 3"));
 }
 
-// Counts are this rank's own; the sync is everybody's.
+// The counts are this rank's own; the sync must be the same on all ranks.
 TEST(StatusWord, AnotherSyncIsAMismatchAnotherCountIsNot) {
   std::vector<StatusWord> words(2, {.groups = {{.sync = Sync::kAll}, {.sync = Sync::kNone}}});
   words[1].groups[0].local_count = 7;
@@ -136,14 +136,14 @@ TEST(StatusWord, OfADroppedStepIsNotCompared) {
   words[1].call = "discard";
   EXPECT_NE(mismatch_of(words), "") << "of those that did not drop it";
   words[1] = words[0];
-  words[1].dropped = true;  // as it was sending, with the others
+  words[1].dropped = true;  // while it was sending, as the others were
   EXPECT_EQ(mismatch_of(words), "");
   words[0].call = "discard";
   EXPECT_NE(mismatch_of(words), "") << "of those that are in step";
   EXPECT_FALSE(join(std::span(words).subspan(2)).sent());
 }
 
-// Each field is compared by itself: most ranks are right in it, whatever they say elsewhere.
+// Each field is compared separately: the value of most ranks is the right one for that field.
 TEST(StatusWord, OfManyRanksMostAreRightAndTheFirstOthersAreNamed) {
   std::vector<int> ranks(300);
   std::iota(ranks.begin(), ranks.end(), 0);
@@ -179,7 +179,7 @@ TEST(StatusWord, ThePartiesOfThoseWhoGoOnMustSayTheSame) {
   EXPECT_EQ(mismatch_of(words, names), "");
 }
 
-// What ranks tell of a party, nothing where that is empty.
+// What ranks tell of a party. A rank whose text is empty tells nothing.
 comm::Agreement told(std::span<const std::string> details) {
   comm::Agreement all;
   for (std::size_t i = 0; i < details.size(); ++i) {
@@ -207,15 +207,16 @@ TEST(StatusWord, ThePartyThatDiffersShowsItsFirstLineThatDoes) {
               HasSubstr("expected second 'beta 2' on every rank, got 'beta 3' on rank 2 of 3"));
   EXPECT_THAT(shown({same, same, same + "\nmore"}),
               HasSubstr("second '' on every rank, got 'more'"));
-  // Whose party is gone is left out, and so is who dropped the step and says nothing.
+  // A rank whose party is gone is left out, and so is a rank that dropped the step and says
+  // nothing.
   EXPECT_EQ(shown({"", "lr 1", ""}), mismatch_of(said, names));
   EXPECT_THAT(shown({"", "lr 1", "lr 2"}),
               AllOf(HasSubstr("second 'lr 1' on every rank, got 'lr 2' on rank 2 of 3"),
                     Not(HasSubstr("digest"))));
 }
 
-// Bytes differ, also where they are written alike in a message; a party that is gone here may be
-// there on other ranks.
+// The bytes are compared, even where a message would show them alike. A party that is gone on this
+// rank may exist on others.
 TEST(StatusWord, PartiesAreComparedByTheirBytesWhereTheyArePresent) {
   std::vector<StatusWord> words(3, {.call = "finish", .sections = {std::string("\x01"), "same"}});
   words[1].sections[1] = std::nullopt;

@@ -1,4 +1,4 @@
-// The ledger of a step against a model that counts a step's history anew each time.
+// The ledger of a step against a model that recounts the step's history each time.
 #include "hsdp/reducer/step_ledger.h"
 
 #include <gtest/gtest.h>
@@ -130,11 +130,11 @@ TEST(StepLedger, CountsWhatItsHistoryHolds) {
           model.end(next);
           break;
         }
-        case 1:  // another rank dropped the step, which may have ended here
+        case 1:  // another rank dropped the step, which this rank may have ended
           ledger.drop();
           model.drop();
           break;
-        case 2:  // begun before its first microbatch, and perhaps dropped there
+        case 2:  // begun before its first microbatch, and perhaps dropped before it
           if (ledger.pending()) {
             EXPECT_THROW(ledger.begin_step(), UsageError);
             break;
@@ -178,7 +178,8 @@ TEST(StepLedger, AResultKeepsWhatItWasDividedBy) {
   EXPECT_EQ(ledger.begin({Sync::kAll}).divisor(), 20);
 }
 
-// Local sums whose counts differ between ranks are known until they are reduced, by group.
+// Which groups have local sums with different counts on different ranks is remembered until they
+// are reduced.
 TEST(StepLedger, KnowsWhoseCountsDiffer) {
   constexpr Intake kWindow{.most = Intake::kAnyNumber, .adds = true, .counts_differ = true};
   StepLedger ledger(kShard, kReplicate);

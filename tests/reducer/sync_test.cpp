@@ -12,7 +12,7 @@ namespace {
 
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 
-// What the last microbatch left: a result, a carry that can be read, or local sums only.
+// What the last microbatch left: a result, a readable carry, or local sums only.
 Sync observed(Reducer& reducer) {
   if (!caught<UsageError>([&] { static_cast<void>(reducer.shard("w")); })) return Sync::kAll;
   if (!caught<UsageError>([&] { static_cast<void>(reducer.partial_shard("w")); })) {
@@ -80,8 +80,8 @@ TEST_P(SyncPrecedence, Decides) {
 INSTANTIATE_TEST_SUITE_P(Table, SyncPrecedence, testing::ValuesIn(precedence_table()),
                          [](const auto& row) { return row.param.label; });
 
-// Two groups, set apart by flags, of which "late" synchronizes less often. Their schedules:
-// random_steps_test.cpp.
+// Two groups with different flags: "late" synchronizes less often. random_steps_test.cpp covers
+// their schedules.
 StepCase step_of_groups(int microbatch_count, std::uint64_t seed = 4) {
   return random_step({{.name = "late", .shape = {130, 3}, .group = "late"},
                       {.name = "early", .shape = {301}, .group = "early"}},
@@ -173,7 +173,7 @@ TEST(LocalWindow, SendsNoMessageHoweverLongItIs) {
   });
 }
 
-// A rank goes through its window while another one has not begun its own.
+// One rank goes through its window while another one has not begun its own.
 TEST(LocalWindow, WaitsForNobody) {
   for (const MeshShape shape : {MeshShape{1, 2}, MeshShape{2, 1}}) {
     const StepCase step = random_step({{.name = "w", .shape = {50}}}, 2,

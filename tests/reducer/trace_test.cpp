@@ -1,4 +1,4 @@
-// Traces of all ranks: what they show, and what is left where a rank does not write its own.
+// Traces of all ranks: what they show, and what is left when a rank does not write its own.
 #include "hsdp/trace.h"
 
 #include <gmock/gmock.h>
@@ -43,15 +43,15 @@ class Traced : public testing::Test {
     }
     return names;
   }
-  // Steps before, within and after; the number of buckets.
+  // Runs steps before, within and after the trace. Returns the number of buckets.
   [[nodiscard]] int trace_steps(const Mesh& mesh, MeshShape shape) const {
     const StepCase step = traced_step(shape);
     Reducer reducer(mesh, {.bucket_bytes = 4 << 10, .name = "net"});
     register_all(reducer, step);
     static_cast<void>(run_step(reducer, step, mesh.rank()));
-    // Of the other ranks' paths nothing is made.
+    // The other ranks' paths are ignored.
     Trace trace(reducer, mesh.rank() == 0 ? path() : "/nowhere/trace.json");
-    for (int i = 0; i < kTracedSteps; ++i) {  // the last hops end in write()
+    for (int i = 0; i < kTracedSteps; ++i) {  // write() waits for the last hops
       run_schedule(reducer, step, mesh.rank());
     }
     trace.write();
@@ -92,8 +92,8 @@ TEST_F(Traced, ShowsEveryBucketOfEveryProcess) {
   expect_trace(kSquare, std::stoi(outcomes[0].notes.at(0)));
 }
 
-// The second bucket begins before the first one has all its gradients. Of one rank: the packs of
-// several take turns where staging is short.
+// The second bucket begins before the first one has all its gradients. One rank only, as the packs
+// of several ranks take turns when staging is short.
 TEST_F(Traced, GivesSlicesThatOverlapTracks) {
   run_mesh({.replicate = 1, .shard = 1}, [&](const Mesh& mesh) {
     std::vector<ParameterSpec> parameters;
@@ -140,7 +140,7 @@ TEST_F(Traced, SeesTheOperationsOfOtherReducersToo) {
   EXPECT_THAT(titles, testing::Contains("shard hop, reducer 'other'"));
 }
 
-// As Reducers without a name have one.
+// As if the Reducers had no name.
 TEST_F(Traced, TellsApartReducersOfOneName) {
   run_mesh(kTwo, [&](const Mesh& mesh) {
     const StepCase step = traced_step(kTwo);
@@ -161,14 +161,14 @@ TEST_F(Traced, TellsApartReducersOfOneName) {
     EXPECT_EQ(titles["shard hop, reducer"], 1);
     EXPECT_EQ(titles["shard hop, reducer #2"], 1);
     EXPECT_EQ(titles["shard hop, reducer #3"], 0);
-    // The one that was made first, though the other one ran first.
+    // The Reducer that was made first comes first, although the other one ran first.
     const std::vector<TraceSlice> hops = trace.of(rank, "shard_hop");
     EXPECT_EQ(trace.tracks.at({rank, hops.front().track}), "shard hop, reducer #2");
     EXPECT_EQ(trace.tracks.at({rank, hops.back().track}), "shard hop, reducer");
   }
 }
 
-// Of more than a rank keeps as text.
+// More slices than a rank keeps as text.
 TEST_F(Traced, IsWrittenInParts) {
   constexpr int kHops = 6000;
   run_mesh(kTwo, [&](const Mesh& mesh) {
@@ -207,7 +207,7 @@ TEST_F(Traced, OfARankAloneNeedsNoOtherClock) {
   EXPECT_EQ(read_trace(path()).other.at("clock_error_ms"), 0);
 }
 
-// Both ranks hear of it, and the first trace goes on.
+// Both ranks get the error, and the first trace goes on.
 TEST_F(Traced, RefusesASecondOneAtOnce) {
   run_mesh(kTwo, [&](const Mesh& mesh) {
     Reducer reducer(mesh);
@@ -228,7 +228,7 @@ TEST_F(Traced, RefusesASecondOneAtOnce) {
   EXPECT_THAT(files(), ElementsAre("trace.json"));
 }
 
-// Where one rank alone has an open microbatch, the others hear why.
+// Only one rank has an open microbatch; the other ranks are told why the call fails.
 TEST_F(Traced, IsRefusedWithinAMicrobatch) {
   run_patiently(kTwo, [&](const Mesh& mesh) {
     const StepCase step = traced_step(kTwo);
@@ -266,7 +266,7 @@ void call_something_else(const Reducer& reducer) {
   ReducerInternal(reducer).together("do something else", [] {});
 }
 
-// Both ranks hear of it at once, and are in step again.
+// Both ranks learn of it at once and are in step again.
 TEST_F(Traced, WhoseEndMeetsAnotherCallIsAMismatch) {
   run_patiently(kTwo, [&](const Mesh& mesh) {
     Reducer reducer(mesh);
@@ -341,7 +341,7 @@ TEST_F(Traced, ThatCannotBeginBeginsNowhere) {
   });
 }
 
-// A folder in the file's place.
+// A folder is in the file's place.
 TEST_F(Traced, ThatCannotBeWrittenIsAnErrorOnEveryRank) {
   std::filesystem::create_directories(path() / "inside");
   run_mesh(kTwo, [&](const Mesh& mesh) {
@@ -353,7 +353,7 @@ TEST_F(Traced, ThatCannotBeWrittenIsAnErrorOnEveryRank) {
   EXPECT_THAT(files(), ElementsAre("trace.json"));
 }
 
-// The rank whose block raises waits for no other; these hear of it where they end theirs.
+// A rank whose block raises does not wait for the others, which learn of it when they end theirs.
 TEST_F(Traced, ThatARankLeavesIsWrittenByNone) {
   for (const int leaver : {0, 1}) {
     run_mesh(kTwo, [&](const Mesh& mesh) {
@@ -398,7 +398,7 @@ TEST_F(Traced, IsReplacedAsAWholeOrNotAtAll) {
   EXPECT_THAT(content(), HasSubstr("traceEvents"));
 }
 
-// At any time while it is written: the file is whole, or there is none.
+// While it is being written the file is either whole or absent.
 TEST_F(Traced, OfARankThatDiesIsAnErrorOfTheOthers) {
   for (const int victim : {3, 0}) {
     for (int tries = 0; tries < 8; ++tries) {

@@ -1,4 +1,4 @@
-// verify_every: results that differ between replicas are found, named, and read by nobody.
+// verify_every: results that differ between replicas are found, named, and never returned.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -39,7 +39,7 @@ ReducerOptions options_of(std::int64_t every, std::shared_ptr<ReplicaHop> hop = 
   return options;
 }
 
-// Steps on every rank, with that flip on one of them, until reading a result fails.
+// Runs steps on every rank, with a bit flipped on one of them, until reading a result fails.
 void expect_flip(MeshShape shape, int flipping_rank, const FlippingHop::Flip& flip,
                  std::int64_t every,
                  const std::function<void(Reducer&, std::int64_t step,
@@ -99,7 +99,7 @@ TEST(VerifyEvery, OnlyLooksAtEveryNthStep) {
               [](Reducer&, std::int64_t, const auto& error) { EXPECT_EQ(error, std::nullopt); });
 }
 
-// What is wrong before the sum is wrong on all replicas alike.
+// An error before the sum is the same on all replicas.
 TEST(VerifyEvery, DoesNotSeeWhatTheSumMakesEqual) {
   expect_flip(kShape, 2, {When::kBeforeSum, 1, 0, 5}, 1,
               [](Reducer&, std::int64_t, const auto& error) { EXPECT_EQ(error, std::nullopt); });

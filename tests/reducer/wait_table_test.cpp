@@ -1,4 +1,4 @@
-// Who waited for whom, where one rank comes late.
+// Which ranks waited for which, when one rank comes late.
 #include "hsdp/wait_table.h"
 
 #include <gmock/gmock.h>
@@ -27,7 +27,7 @@ StepCase waited_step(MeshShape shape, std::vector<Sync> schedule = {Sync::kShard
   return random_step(odd_parameters(Dtype::kF32), shape.size(), std::move(schedule), 7);
 }
 
-// That rank comes late to each step.
+// The rank that comes late to each step.
 WaitTable table_of(const Mesh& mesh, const StepCase& step, int late) {
   Reducer reducer(mesh);
   register_all(reducer, step);
@@ -115,7 +115,7 @@ TEST(WaitTable, NamesNobodyWhereNothingWasCompared) {
   });
 }
 
-// Others of the same name are not mixed with them.
+// The table does not mix in the operations of another Reducer of the same name.
 TEST(WaitTable, ComparesTheOperationsOfItsReducer) {
   run_mesh({.replicate = 1, .shard = 2}, [](const Mesh& mesh) {
     const StepCase step = waited_step({.replicate = 1, .shard = 2});
@@ -135,9 +135,9 @@ TEST(WaitTable, ComparesTheOperationsOfItsReducer) {
   });
 }
 
-// Of a rank whose clock is apart from the others', and runs at another rate.
+// A rank whose clock has an offset and another rate.
 struct RankClock {
-  double start_s = Operations::now_s();  // where it is `ahead_s` ahead
+  double start_s = Operations::now_s();  // when it is `ahead_s` ahead
   double ahead_s = 0;
   double drift = 0;
 
@@ -147,7 +147,7 @@ struct RankClock {
   [[nodiscard]] double now_s() const { return at(Operations::now_s() - start_s); }
 };
 
-// Writes operations as if they had run at some time after the start.
+// Writes operations with made-up times, relative to the start.
 class WrittenOperations {
  public:
   WrittenOperations(const Mesh& mesh, const RankClock& clock) : reducer_(mesh), clock_(clock) {}
@@ -191,7 +191,7 @@ TEST(WaitTable, ComparesRanksWhoseClocksAreApart) {
   });
 }
 
-// Their clocks agree now, and were 96 ms apart.
+// The clocks agree now; they were 96 ms apart.
 TEST(WaitTable, BlamesNoRankForTheDriftOfItsClock) {
   const double start_s = Operations::now_s();
   for (const bool is_late : {false, true}) {
@@ -208,7 +208,7 @@ TEST(WaitTable, BlamesNoRankForTheDriftOfItsClock) {
   }
 }
 
-// Rank 3 is late to a word after something that only it has in its record.
+// Rank 3 is late with a word after an operation that only its record has.
 TEST(WaitTable, LeavesUnexplainedWhatMayBeAnotherRanksFault) {
   const double start_s = Operations::now_s();
   run_mesh(kSquare, [&](const Mesh& mesh) {
@@ -223,7 +223,7 @@ TEST(WaitTable, LeavesUnexplainedWhatMayBeAnotherRanksFault) {
   });
 }
 
-// What a rank did before the oldest operation in its record is not known.
+// The record no longer tells what the rank did before its oldest operation.
 TEST(WaitTable, LeavesUnexplainedWhatHasBeenOverwritten) {
   const double start_s = Operations::now_s();
   run_mesh(kSquare, [&](const Mesh& mesh) {
@@ -264,7 +264,7 @@ TEST(WaitTable, NamesTheProcessThatComesLate) {
   }
 }
 
-// The others hear of a rank that ends while they compare.
+// A rank ends while the others compare; they get its error.
 TEST(WaitTable, EndsWithTheErrorOfALostRank) {
   const auto outcomes = run_processes(4, {}, [](int rank) {
     const Mesh mesh = init_mesh({.replicate = 2, .shard = 2});

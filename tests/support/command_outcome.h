@@ -1,4 +1,4 @@
-// Runs a command of a shell and keeps what it printed.
+// Runs a shell command and keeps what it printed.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -11,8 +11,8 @@
 namespace hsdp::test {
 
 struct CommandOutcome {
-  int status = -1;     // of its exit; -1: a signal ended it, or it did not start
-  std::string output;  // both streams, but what the command redirects
+  int status = -1;     // exit status; -1: a signal ended it, or it did not start
+  std::string output;  // stdout and stderr, except what the command redirects
 };
 
 [[nodiscard]] inline CommandOutcome run_command(const std::string& command) {

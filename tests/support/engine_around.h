@@ -1,5 +1,5 @@
-// An engine around another one, for stand-ins that change what collectives do: says of itself what
-// that one says. Collectives, split() and allocate() are the stand-in's.
+// An engine around another one, for stand-ins that change what collectives do. It describes itself
+// as the inner engine does. The stand-in supplies the collectives, split() and allocate().
 #pragma once
 
 #include <memory>

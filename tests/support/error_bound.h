@@ -1,4 +1,4 @@
-// The mean gradient in float64, and how far from it rule 4 of docs/design.md lets a result be.
+// The mean gradient in float64, and how far from it rule 4 of docs/design.md allows a result to be.
 #pragma once
 
 #include <vector>
@@ -12,10 +12,10 @@ struct BoundedMean {
   std::vector<double> bound;  // of |result - value|, per element
 };
 
-// Schedules of one replica hop: every microbatch none or shard, but for the last.
+// For schedules with one replica hop: every microbatch but the last is none or shard.
 [[nodiscard]] BoundedMean bounded_mean(const ReferenceStep& step, const Gradients& gradients);
 
-// The element that exceeds its bound by the largest ratio: 1.0 or less is within.
+// The largest ratio of an element's error to its bound: 1.0 or less is within.
 [[nodiscard]] double worst_error_ratio(const BoundedMean& mean, const Values& result);
 
 }  // namespace hsdp::test

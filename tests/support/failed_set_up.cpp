@@ -45,11 +45,11 @@ const std::vector<SetUpFault>& set_up_faults() {
 void expect_failed_set_up(Reducer& reducer, const Mesh& mesh, const SetUpFault& fault, int bad) {
   SCOPED_TRACE(fault.part + ", call " + std::to_string(fault.skipped));
   const auto begin = [&] { reducer.begin_microbatch(); };
-  static_cast<void>(Communicator(mesh.world()).exchange("", "test"));  // all begin together
+  static_cast<void>(Communicator(mesh.world()).exchange("", "test"));  // all ranks begin together
   const auto start = std::chrono::steady_clock::now();
   if (mesh.rank() == bad) {
     fail_call(fault.call, fault.skipped);
-    // Its own, not what others hear.
+    // The rank's own error, not the one that the other ranks get.
     EXPECT_THAT(caught<Error>(begin), says(Not(HasSubstr("try again"))));
     EXPECT_TRUE(call_has_failed());
   } else {

@@ -1,4 +1,4 @@
-// A part of a Reducer's set-up that one rank cannot do, and what every rank sees of it.
+// A part of a Reducer's set-up that one rank cannot do, and what every rank sees of the failure.
 #pragma once
 
 #include <string>
@@ -12,15 +12,15 @@
 namespace hsdp::test {
 
 struct SetUpFault {
-  std::string part;  // as the others are told
+  std::string part;  // as the other ranks' error names it
   FailingCall call;
   int skipped;  // earlier calls of that kind in the set-up
 };
 
-// Every part that takes memory or threads, of a Reducer with a MemoryHop.
+// Every part of the set-up of a Reducer with a MemoryHop that needs memory or threads.
 [[nodiscard]] const std::vector<SetUpFault>& set_up_faults();
 
-// The plain hop, with memory that it may not get.
+// The plain hop, with memory that it may fail to get.
 class MemoryHop final : public ReplicaHop {
  public:
   void prepare(const HopPlan& plan) override {
@@ -41,8 +41,8 @@ class MemoryHop final : public ReplicaHop {
   PlainHop plain_;
 };
 
-// Collective over the mesh; rank `bad` cannot do its part. The others hear of it at once, and every
-// rank may ask the Reducer, which has a parameter "w0", what it likes.
+// Collective over the mesh. Rank `bad` cannot do its part. The other ranks are told at once, and
+// every rank may still ask the Reducer, which has a parameter "w0", anything.
 void expect_failed_set_up(Reducer& reducer, const Mesh& mesh, const SetUpFault& fault, int bad);
 
 }  // namespace hsdp::test

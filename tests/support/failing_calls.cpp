@@ -57,7 +57,7 @@ int memfd_create(const char* name, unsigned int flags) noexcept {
   return real(name, flags);
 }
 
-// Of memory that is wanted at once.
+// For memory that the library needs at once.
 int madvise(void* address, std::size_t length, int advice) noexcept {
   if (hsdp::test::fails(hsdp::test::FailingCall::kMadvise)) {
     errno = ENOMEM;

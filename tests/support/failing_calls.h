@@ -1,14 +1,14 @@
-// Calls of the C library that fail when a test says so, on the thread that says it. Linked into a
-// program, they take the place of the library's.
+// Calls of the C library that fail on the thread of a test that asks for it. Linked into a program,
+// they replace the library's.
 #pragma once
 
 namespace hsdp::test {
 
 enum class FailingCall { kMemfdCreate, kPthreadCreate, kMadvise };
 
-// This thread's next such call but `skipped` fails, as for want of memory.
+// This thread's next such call after `skipped` others fails, as if memory had run out.
 void fail_call(FailingCall call, int skipped);
-// Forgets it. True when the call has failed.
+// Ends that. Returns whether the call has failed.
 [[nodiscard]] bool call_has_failed();
 
 }  // namespace hsdp::test

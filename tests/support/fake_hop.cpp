@@ -47,12 +47,12 @@ float fake_mean(const std::vector<float>& sums, float divisor, std::vector<float
   return mean;
 }
 
-// One bucket on its way.
+// A bucket under way.
 struct FakeHop::Exchange {
   HopBucket bucket;
   RowCut cut;
   std::vector<std::int8_t> codes;     // of this replica, all rows
-  std::vector<std::int8_t> received;  // of all replicas, the own row
+  std::vector<std::int8_t> received;  // of all replicas, this rank's row
   std::vector<float> means;           // all rows
 };
 
@@ -93,12 +93,12 @@ void FakeHop::prepare(const HopPlan& plan) {
   held_ = plan.memory.hold(MemoryKind::kReplicaHop, bytes);
 }
 
-// One that failed lets its Event go before the others are done.
+// If it failed, its Event is released before the other ranks are done.
 void FakeHop::finish_streams() {
   for (Stream* const stream : {&codec_, &scatter_wire_, &gather_wire_}) {
     try {
       stream->synchronize();
-    } catch (const std::exception&) {  // was the Event's
+    } catch (const std::exception&) {  // the Event has thrown it
     }
   }
 }
@@ -106,7 +106,7 @@ void FakeHop::finish_streams() {
 void FakeHop::bind(Communicator scatter, Communicator gather) {
   finish_streams();
   for (Stream* const stream : {&codec_, &scatter_wire_, &gather_wire_}) {
-    *stream = Stream::host_worker("fake");  // one that failed would throw for good
+    *stream = Stream::host_worker("fake");  // a stream that failed would throw from now on
   }
   scatter_ = std::move(scatter);
   gather_ = std::move(gather);
@@ -162,7 +162,7 @@ Event FakeHop::reduce(const HopBucket& bucket, Stream& /*stream*/) {
   scatter_wire_.wait(codec_.record());
   scatter_.all_to_all(view_of(exchange->codes, Dtype::kU8), view_of(exchange->received, Dtype::kU8),
                       scatter_wire_, cut, {bucket.bucket, bucket.planned});
-  scatter_wire_.run([exchange] {});  // whose memory the wire uses, whatever the other one does
+  scatter_wire_.run([exchange] {});  // keeps the wire's memory, whatever the other wire does
   gather_wire_.wait(scatter_wire_.record());
   gather_wire_.run([exchange, own, rank, replicas = scatter_.size()] {
     float* const means = exchange->means.data() + exchange->cut.begin(rank);

@@ -1,7 +1,8 @@
-// A replica hop with all that a quantizing one needs, and arithmetic that a test can redo: codes of
-// one byte are multiples of kStep, and what rounding leaves is added to the next step's gradient.
+// A replica hop with everything that a quantizing one needs, and arithmetic that a test can repeat:
+// codes of one byte are multiples of kStep, and the rounding error is added to the next step's
+// gradient.
 //
-// Codec and wires are threads of their own, so buckets overlap: while one is on a wire the next is
+// The codec and the wires have threads, so buckets overlap: while one is on a wire the next is
 // coded. Host only.
 #pragma once
 
@@ -21,11 +22,11 @@ class FakeHop final : public ReplicaHop {
   static constexpr float kStep = 0.5F;
 
   struct Options {
-    std::set<std::string> excluded;  // in fp32, in buckets of their own
+    std::set<std::string> excluded;  // sent as fp32, in separate buckets
     std::int64_t slice_multiple = 8;
     std::string name = "fake";
     std::string word = "same";
-    // Called where something may go wrong: "describe", "prepare", "word", "reduce", "codec",
+    // Called where a failure can be planted: "describe", "prepare", "word", "reduce", "codec",
     // "end_step".
     std::function<void(std::string_view place)> on = [](std::string_view) {};
   };
@@ -52,7 +53,7 @@ class FakeHop final : public ReplicaHop {
   [[nodiscard]] int most_in_flight() const { return most_in_flight_; }
 
  private:
-  // By parameter: of the elements of the whole parameter, those of this rank's slice in use.
+  // By parameter: the elements of the whole parameter that lie in this rank's slice.
   using Errors = std::map<std::string, std::vector<float>>;
   struct Exchange;
 
@@ -71,7 +72,7 @@ class FakeHop final : public ReplicaHop {
   const HopPlan* plan_ = nullptr;
   Communicator scatter_;
   Communicator gather_;
-  Stream codec_ = Stream::inline_host();  // threads from bind() on
+  Stream codec_ = Stream::inline_host();  // threads after bind()
   Stream scatter_wire_ = Stream::inline_host();
   Stream gather_wire_ = Stream::inline_host();
   Errors errors_;                                     // after the last clean step
@@ -87,7 +88,7 @@ class FakeHop final : public ReplicaHop {
 // How steps 0, 1, ... ended.
 [[nodiscard]] std::vector<StepOutcome> outcomes(const std::vector<StepEnd>& ends);
 
-// What FakeHop makes of one element: each replica's shard sum, and its error, which changes.
+// What FakeHop makes of one element: takes each replica's shard sum, and updates its error.
 [[nodiscard]] float fake_mean(const std::vector<float>& sums, float divisor,
                               std::vector<float>& errors);
 

@@ -1,4 +1,4 @@
-// The plain hop, with one bit of a bucket flipped on one rank: what a fault of memory would do.
+// The plain hop, with one bit of a bucket flipped on one rank, as a memory fault would do.
 #pragma once
 
 #include <cstdint>

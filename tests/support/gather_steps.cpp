@@ -20,7 +20,8 @@ std::vector<int> shuffled(int count, std::uint64_t seed) {
   return order;
 }
 
-// The whole parameters of a rank, twice: gathered in the background, and by gather_parameters().
+// The whole parameters of a rank, twice: from gathers in the background, and from
+// gather_parameters().
 class GatheredParameters {
  public:
   GatheredParameters(Reducer& reducer, const StepCase& step, const Mesh& mesh,
@@ -51,7 +52,7 @@ class GatheredParameters {
   // One optimizer step. The gathers that it starts are still under way when it returns.
   void update(const std::vector<Values>& shards, std::uint64_t seed) {
     gather_->fence(writer_);
-    updates_.clear();  // of the last step, which are over
+    updates_.clear();  // the updates of the last step are over
     writer_.synchronize();
     for (const int unit : shuffled(gather_->unit_count(), seed)) {
       for (const int parameter : gather_->unit(unit)) {
@@ -102,7 +103,7 @@ class GatheredParameters {
   std::vector<std::string> names_;
   std::vector<Values> background_;
   std::vector<Values> foreground_;
-  std::deque<Values> updates_;  // on their way
+  std::deque<Values> updates_;  // under way
   Stream reader_;
   Stream writer_;
   std::optional<zero::ParameterGather> gather_;

@@ -16,18 +16,18 @@ struct GatherSteps {
   int count = 1;
   std::uint64_t seed = 1;
   std::int64_t unit_bytes = 2 << 10;
-  // One microbatch of the step, which calls `inside` while it is open.
+  // Runs one microbatch of the step and calls `inside` while it is open.
   std::function<void(int microbatch, const std::function<void()>& inside)> microbatch;
   std::function<std::vector<Values>()> shards;  // of the step's result
 };
 
-// Trains with an optimizer that halves a parameter and adds its gradient: units are updated, and
-// gathered under the next step, in a shuffled order. In and between microbatches, parameters that
-// are ready have the bits of gather_parameters(). Returns the parameters after the last step.
+// Trains with an optimizer that halves a parameter and adds its gradient. Units are updated in a
+// shuffled order and gathered under the next step. In and between microbatches, gathered parameters
+// have the bits of gather_parameters(). Returns the parameters after the last step.
 [[nodiscard]] std::vector<Values> run_gather_steps(Reducer& reducer, const StepCase& step,
                                                    const Mesh& mesh, const GatherSteps& steps);
 
-// Both for gradients in the host's memory.
+// Both, for gradients in host memory.
 [[nodiscard]] GatherSteps gather_steps_on_host(Reducer& reducer, const StepCase& step, int rank);
 
 }  // namespace hsdp::test

@@ -1,4 +1,4 @@
-// Reproducible gradients, and the memory that hands them to a Reducer.
+// Reproducible gradients, and memory from which they are handed to a Reducer.
 #pragma once
 
 #include <array>
@@ -12,10 +12,10 @@
 
 namespace hsdp::test {
 
-// What a gradient may be.
+// The kinds of values that a gradient may have.
 inline constexpr std::array<Dtype, 3> kDtypes{Dtype::kF32, Dtype::kBf16, Dtype::kF16};
 
-// A small generator of our own: the same numbers with every standard library.
+// A small generator, as those of the standard library differ between implementations.
 class Random {
  public:
   explicit Random(std::uint64_t seed) : state_(seed) {}
@@ -42,14 +42,14 @@ struct ExponentRange {
 [[nodiscard]] Values random_values(std::int64_t count, Dtype dtype, std::uint64_t seed,
                                    ExponentRange exponents = {});
 
-// One gradient in memory of its dtype, laid out by `axis_order` (outermost axis first; empty:
-// row-major).
+// One gradient in memory of its dtype, laid out by `axis_order`, outermost axis first. Empty:
+// row-major.
 class StoredGradient {
  public:
   StoredGradient(const Values& values, const Shape& shape, Dtype dtype,
                  const std::vector<int>& axis_order = {});
   [[nodiscard]] StridedView view() const;
-  // Overwrites the memory with NaN: whoever reads it later is found out.
+  // Overwrites the memory with NaN, so that a later read shows.
   void poison();
 
  private:

@@ -13,7 +13,7 @@ namespace {
 
 using Results = std::vector<std::vector<RankResult>>;  // [step][rank]
 
-// Two groups, of which one is all twice in a step; sizes that no bucket or group of a codec fits.
+// Two groups; one has sync all twice in a step. No bucket or group of a codec divides the sizes.
 std::vector<ParameterSpec> contract_parameters() {
   return {{.name = "norm", .shape = {37}},
           {.name = "large", .shape = {70, 60}},
@@ -98,7 +98,7 @@ std::vector<Values> whole(const Results& results, MeshShape shape, int replica,
   return all;
 }
 
-// Hops, by rank, whose first step was under way when their world ended.
+// By rank, the hops whose first step was under way when their world ended.
 std::vector<std::shared_ptr<ReplicaHop>> cut_hops(MeshShape shape, const MakeHop& make_hop,
                                                   const Setting& setting) {
   std::vector<std::shared_ptr<ReplicaHop>> hops(static_cast<std::size_t>(shape.size()));

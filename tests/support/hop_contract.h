@@ -1,4 +1,4 @@
-// What every replica hop keeps, whatever it does to the numbers. For tests of hops.
+// What every replica hop must keep to, whatever it does to the numbers. For tests of hops.
 #pragma once
 
 #include <functional>
@@ -10,13 +10,13 @@
 
 namespace hsdp::test {
 
-// A new one, with the same options every time.
+// Makes a new hop, with the same options every time.
 using MakeHop = std::function<std::shared_ptr<ReplicaHop>()>;
 
-// Runs steps through Reducers with that hop, whose results are sharded over these ranks, and
-// checks: all replicas have the same bits; these depend on neither the bucket size nor the run;
-// steps that overflow, are dropped, or are cut by the end of their world leave no trace; a saved
-// state goes on with the same bits; a second owner is refused.
+// Runs steps through Reducers with that hop, with results sharded over these ranks, and checks: all
+// replicas have the same bits, which depend neither on the bucket size nor on the run; steps that
+// overflow, are dropped, or are cut short by the end of their world leave no trace; training
+// resumes from a saved state with the same bits; a second owner is refused.
 void check_hop_contract(const MakeHop& make_hop, MeshShape shape,
                         ShardOver shard_over = ShardOver::kShard);
 

@@ -175,7 +175,7 @@ std::vector<Floats> LocoReference::reduce(const std::vector<std::vector<Floats>>
       }
     }
     if (!gathers_) {
-      // the sum as it is
+      // the sum unchanged
     } else if (gather == Code::kBf16) {
       for (float& value : total) value = rounded_to_bf16(value);
     } else {

@@ -1,5 +1,5 @@
-// What a quantized replica hop gives, element by element, for all replicas at once: the rules of
-// docs/quant_format.md and docs/loco.md, written down a second time and as simply as they can be.
+// The result of a quantized replica hop, element by element, for all replicas at once: the rules of
+// docs/quant_format.md and docs/loco.md, implemented a second time and as simply as possible.
 #pragma once
 
 #include <cstdint>
@@ -21,22 +21,23 @@ class LocoReference {
   };
   LocoReference(const quant::LocoOptions& options, int replicas, std::vector<Parameter> parameters);
 
-  // sums[replica][parameter]: undivided shard sums. The means so far in this step: those of
-  // parameters that travel plain are left out (empty).
+  // sums[replica][parameter]: undivided shard sums. Returns the means so far in this step, empty
+  // for parameters that travel unquantized.
   std::vector<Floats> reduce(const std::vector<std::vector<Floats>>& sums, float divisor);
   void end_step(bool clean);
   void scale_errors(float factor);
-  // Between steps. Without the gathered half the means are the sums of what was sent, and nothing
-  // is owed for it.
+  // Between steps. Without the gathered half the means are the sums of what was sent, and that half
+  // keeps no error.
   void set_gathers(bool gathers);
-  // Goes on from errors of the same parameters, whatever the options, the replicas and the cuts.
+  // Continues from the errors of the same parameters, whatever the options, the replicas and the
+  // cuts.
   void load(const LocoReference& from);
 
   [[nodiscard]] std::int64_t steps() const { return steps_; }
   [[nodiscard]] bool is_plain(std::size_t parameter) const;
 
  private:
-  // An error is code times scale; one that is kept in fp32 has a scale of 1.
+  // An error is code times scale. An error kept in fp32 has a scale of 1.
   struct Errors {
     Floats codes;
     Floats scales;
@@ -53,7 +54,7 @@ class LocoReference {
   int replicas_;
   bool gathers_ = true;
   std::vector<Parameter> parameters_;
-  // [replica, and last the gathered half's][parameter]
+  // [replica, or last: the gathered half][parameter]
   std::vector<std::vector<Errors>> errors_;
   std::vector<std::vector<Errors>> next_;  // empty: nothing was reduced in this step
   std::vector<Floats> sum_;

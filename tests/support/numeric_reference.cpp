@@ -96,7 +96,7 @@ class Simulation {
         const std::size_t rank = replica * shard_size + r;
         std::optional<Values> row = std::exchange(local_[rank], std::nullopt);
         if (fresh != nullptr) add_to(row, gradient(*fresh, rank));
-        // A group of one sends nothing and so rounds nothing.
+        // A group of one sends nothing and therefore rounds nothing.
         if (shard_size > 1) row = times_power_of_two(on_wire(*row, step_.reduce_dtype, j), j);
         rows.push_back(*row);
       }

@@ -1,5 +1,5 @@
 // The numeric rules of docs/design.md as plain scalar code: the exact bits that a step must give,
-// one parameter at a time, all ranks simulated by the caller's thread.
+// one parameter at a time. The calling thread simulates all ranks.
 //
 // Written from the rules alone: it shares no arithmetic with the library, not even the rounding.
 #pragma once
@@ -38,11 +38,12 @@ struct ReferenceStep {
 [[nodiscard]] Values reference_partial(const ReferenceStep& step, const Gradients& gradients,
                                        int replica);
 
-// The seed's wrong order: each replica adds its carry after the replica hop of the last microbatch.
+// A wrong order, as a counterexample: each replica adds its carry after the replica hop of the last
+// microbatch.
 [[nodiscard]] Values accumulate_after_all_reduce(const ReferenceStep& step,
                                                  const Gradients& gradients, int replica);
 
-// Rounded to nearest even on the dtype's grid; beyond its largest value, infinity.
+// Rounds to nearest even on the dtype's grid; to infinity beyond its largest value.
 [[nodiscard]] float round_to(Dtype dtype, float value);
 
 // ceil(log2(n)).

@@ -19,8 +19,8 @@ inline PlannedFields fields_of(const MemoryPlan& plan) {
   return fields;
 }
 
-// Between gathers, which hold no message then. Of the traffic what one of `reduced` microbatches
-// and one of `steps` has.
+// Between gathers, when no message is held. The traffic is that of one of `reduced` microbatches
+// and of one of `steps`.
 inline PlannedFields counted_fields(const ReducerStats& stats, int reduced, int steps) {
   PlannedFields fields = fields_of(MemoryPlan());
   visit_fields(stats, [&fields](const std::string& name, const auto& value) {

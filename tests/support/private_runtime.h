@@ -1,5 +1,5 @@
-// A runtime directory of this test alone, so that it can see what was left behind in it while other
-// tests run beside it.
+// A runtime directory for one test, which can then see what was left behind while other tests run
+// beside it.
 #pragma once
 
 #include <unistd.h>

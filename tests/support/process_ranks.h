@@ -1,8 +1,8 @@
-// Runs a function in `size` forked processes whose environment is that of hsdp_run, so that
-// connect_world() works inside, and gathers how each of them ended.
+// Runs a function in `size` forked processes with the environment that hsdp_run sets, so that
+// connect_world() works inside, and collects how each of them ended.
 //
-// Every child dies with the test, lives in a process group of its own that is killed at the end,
-// and is killed when the deadline passes (RankOutcome::overran). Fork from a single-threaded test.
+// Every child dies with the test, and has a process group that is killed at the end. At the
+// deadline it is killed (RankOutcome::overran). Fork from a single-threaded test.
 #pragma once
 
 #include <sys/types.h>
@@ -20,7 +20,7 @@ namespace hsdp::test {
 struct RankOutcome {
   int exit_code = -1;  // -1: ended by a signal
   int signal = 0;
-  bool overran = false;            // killed by us at the deadline
+  bool overran = false;            // killed by the test at the deadline
   std::vector<std::string> notes;  // what the rank noted, in order
   std::string error;               // what() of the exception that left the function, if any
   double seconds = 0;              // from the start of the first rank to the end of this one
@@ -30,7 +30,7 @@ struct RankOutcome {
 struct ProcessOptions {
   std::chrono::milliseconds deadline{30'000};
   std::map<std::string, std::string> environment;  // on top of RANK, WORLD_SIZE, HSDP_JOB, ...
-  std::function<void(int rank)> before;            // in the child, first of all (namespaces)
+  std::function<void(int rank)> before;            // called first in the child (namespaces)
 };
 
 // In a child: sends one line to the test, which sees it at once.
@@ -38,15 +38,15 @@ void note(const std::string& line);
 
 class ProcessRanks {
  public:
-  // An exception that leaves `run` gives exit code 100 and lands in RankOutcome::error.
+  // If `run` throws, the exit code is 100 and RankOutcome::error has the message.
   ProcessRanks(int size, ProcessOptions options, std::function<int(int rank)> run);
   ~ProcessRanks();  // kills what is left
   ProcessRanks(const ProcessRanks&) = delete;
   ProcessRanks& operator=(const ProcessRanks&) = delete;
 
-  // Waits until the rank has noted that line; false at the deadline or when it ended without.
+  // Waits until the rank has noted that line; false at the deadline, or when it ended without it.
   bool wait_for_note(int rank, const std::string& line);
-  // Waits until the rank is stopped by a signal: one that continues it before would be lost.
+  // Waits until a signal has stopped the rank: a SIGCONT sent earlier would be lost.
   bool wait_until_stopped(int rank);
   // Waits until the rank has ended; false at the deadline.
   bool wait_for_end(int rank) { return wait_for_end_of_one({rank}); }

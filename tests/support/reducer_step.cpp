@@ -121,7 +121,7 @@ std::vector<StoredGradient> deliver(Reducer& reducer, const StepCase& step, int 
   for (std::thread& thread : threads) thread.join();
   for (const std::exception_ptr& error : errors) {
     if (!error) continue;
-    reducer.abandon_step("a gradient was refused");  // while what may be packed is there
+    reducer.abandon_step("a gradient was refused");  // while the other gradients still exist
     std::rethrow_exception(error);
   }
   return stored;

@@ -1,4 +1,4 @@
-// Runs the steps of a test through a Reducer on every rank and compares them with the reference.
+// Runs a test's steps through a Reducer on every rank and compares them with the reference.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -20,7 +20,7 @@
 
 namespace hsdp::test {
 
-// One step of all ranks: what decides its bits.
+// One step of all ranks: everything that decides its bits.
 struct StepCase {
   std::vector<ParameterSpec> parameters;
   std::vector<Gradients> gradients;  // per parameter
@@ -30,7 +30,7 @@ struct StepCase {
   double loss_scale = 1.0;
 };
 
-// How a rank hands its gradients over: what must not change any bit.
+// How a rank hands over its gradients, which must not change any bit.
 enum class Order : std::uint8_t { kForward, kReverse, kRandom };  // random: differs by rank
 struct Delivery {
   Order order = Order::kForward;
@@ -50,7 +50,7 @@ struct RankResult {
                                     int microbatch_count, std::uint64_t seed);
 [[nodiscard]] StepCase random_step(std::vector<ParameterSpec> parameters, int world_size,
                                    std::vector<Sync> schedule, std::uint64_t seed);
-// Odd shapes, an empty one and a scalar among them.
+// Odd shapes, with an empty one and a scalar among them.
 [[nodiscard]] std::vector<ParameterSpec> odd_parameters(Dtype dtype);
 
 void register_all(Reducer& reducer, const StepCase& step);
@@ -63,7 +63,7 @@ void register_all(Reducer& reducer, const StepCase& step);
                                                   const Delivery& delivery = {});
 void run_microbatch(Reducer& reducer, const StepCase& step, int microbatch, int rank,
                     const MicrobatchOptions& options, const Delivery& delivery = {});
-// A step that rank 1 drops, for want of gradients. Every rank has heard of that when it returns.
+// A step that rank 1 drops, as it lacks gradients. Every rank has been told when it returns.
 void drop_step(Reducer& reducer, const StepCase& step, int rank);
 // The microbatches with their explicit schedule, and finish() if the step ends with it.
 void run_schedule(Reducer& reducer, const StepCase& step, int rank, const Delivery& delivery = {});
@@ -73,9 +73,9 @@ RankResult run_step(Reducer& reducer, const StepCase& step, int rank,
 [[nodiscard]] RankResult read_result(Reducer& reducer, const StepCase& step);
 [[nodiscard]] Values values_of(const TensorView& view);
 
-// One replica's shards of a parameter joined in rank order, or where it is sharded over the mesh
-// those of all ranks, a shard rank's beside each other; a test failure when they do not tile the
-// parameter.
+// One replica's shards of a parameter, joined in rank order. If results are sharded over the mesh:
+// those of all ranks, with those of a shard rank side by side. A test failure when they do not tile
+// the parameter.
 [[nodiscard]] Values joined(std::span<const RankResult> ranks, int shard_size, int replica,
                             std::size_t parameter, std::int64_t count,
                             ShardOver shard_over = ShardOver::kShard);
@@ -88,21 +88,21 @@ RankResult run_step(Reducer& reducer, const StepCase& step, int rank,
 // Every parameter on every replica has the reference's bits.
 void expect_reference(std::span<const RankResult> ranks, const StepCase& step,
                       const ReducerOptions& options, MeshShape shape, const std::string& label);
-// Equal bits; all NaNs count as one.
+// The bits are equal; all NaNs count as equal.
 void expect_same_bits(const Values& got, const Values& want, const std::string& label);
 void expect_same_bits(const std::vector<Values>& got, const std::vector<Values>& want,
                       const std::string& label);
 
-// What a rank does with its Reducer, which has the parameters of a step.
+// What a rank does with its Reducer, in which the parameters of a step are registered.
 using ReducerBody = std::function<void(Reducer& reducer, const Mesh& mesh)>;
 // On every rank of a new mesh.
 void run_reducers(MeshShape shape, const StepCase& step, const ReducerOptions& options,
                   const ReducerBody& body, const ThreadRanksOptions& ranks = {});
-// As above; the result that `body` leaves on every rank has the reference's bits.
+// As above; checks that the result which `body` leaves on every rank has the reference's bits.
 void expect_result(MeshShape shape, const StepCase& step, const ReducerOptions& options,
                    const ReducerBody& body, const ThreadRanksOptions& ranks = {});
 
-// Match what caught() returns: an error with such a message, and that names those ranks.
+// Match what caught() returns: an error with that message, and one that names those ranks.
 inline auto says(const testing::Matcher<std::string>& message) {
   return testing::Optional(testing::Property("what", &std::exception::what, message));
 }

@@ -12,7 +12,7 @@ namespace {
 
 using Peers = DropCase::Peers;
 
-// The rank that drops: between microbatches by name or by its Step's end, in turn.
+// The rank that drops does so between microbatches by abandon_step() or by its Step's end, in turn.
 void drop_it(Reducer& reducer, const DropActions& actions, const DropCase& drop) {
   const int m = static_cast<int>(drop.before.size());
   if (drop.inside) return actions.broken_microbatch(m, *drop.inside);
@@ -78,8 +78,8 @@ void run_drop(Reducer& reducer, const DropActions& actions, const DropCase& drop
   SCOPED_TRACE(testing::PrintToString(drop) + ", rank " + std::to_string(rank));
   const ReducerState before = reducer.state();
   const bool drops = (drop.ranks >> rank & 1U) != 0;
-  // A drop inside `all` ends the step: nothing is left to finish or discard, which say so at once
-  // or at the next call.
+  // A drop inside `all` ends the step. Nothing is left to finish or discard, which they report at
+  // once or in the next call.
   const bool hears = drop.peers != Peers::kDiscard || drop.inside == Sync::kAll;
   bool aborted = false;
   bool own = false;
@@ -102,7 +102,7 @@ void run_drop(Reducer& reducer, const DropActions& actions, const DropCase& drop
   }
   EXPECT_EQ(own, drops);
   if (!drops && !aborted && hears) {
-    // Not read yet: the next step's begin says it.
+    // The drop was not read yet: the next step's begin reports it.
     EXPECT_THROW(reducer.begin_step(), StepAbortedError);
   }
   EXPECT_FALSE(reducer.state().step_begun);

@@ -1,4 +1,4 @@
-// A directory of a test's own.
+// A temporary directory for one test.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -9,7 +9,7 @@
 
 namespace hsdp::test {
 
-// Removed with all it holds.
+// Removed with everything in it.
 class TemporaryDirectory {
  public:
   TemporaryDirectory() {

@@ -51,7 +51,7 @@ class Ranks {
 
  private:
   void run_rank(std::size_t rank) {
-    // A copy: the rank's last use of its world is on its own thread.
+    // A copy, so that the rank's last use of its world is on its own thread.
     Communicator world = worlds_[rank];
     try {
       body_(world);

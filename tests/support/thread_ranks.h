@@ -20,11 +20,11 @@ namespace hsdp::test {
 
 struct ThreadRanksOptions {
   TransportChoice transport = TransportChoice::kAuto;
-  std::chrono::milliseconds timeout{30'000};  // of the world's own waits
+  std::chrono::milliseconds timeout{30'000};  // of the world
   std::chrono::seconds deadline{120};
 };
 
-// The timeout is longer than the test may take: an error did not come from it.
+// The timeout is longer than the test may take, so no error comes from it.
 inline constexpr ThreadRanksOptions kPatient{.timeout = std::chrono::minutes(2),
                                              .deadline = std::chrono::seconds(60)};
 
@@ -54,11 +54,12 @@ inline void run_patiently(MeshShape shape, const MeshBody& body) {
   run_mesh(shape, body, kPatient);
 }
 
-// Two seconds are promised to a job that gets its cores; on a machine that is overrun (the load is
-// several times the cores) every step of the way waits for its turn, and this is longer.
+// An idle machine keeps the promise of two seconds. On an overloaded one, with a load of several
+// times its cores, every step on the way waits for its turn; hence more.
 [[nodiscard]] std::chrono::milliseconds within_two_seconds();
 
-// The exception of type E that `function` throws; none when it returns. Others pass through.
+// Returns the exception of type E that `function` throws; none when it returns. Other exceptions
+// pass through.
 template <typename E, typename Function>
 [[nodiscard]] std::optional<E> caught(Function&& function) {
   try {

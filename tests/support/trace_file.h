@@ -1,4 +1,4 @@
-// Reads a trace and checks what holds for each: Perfetto shows what it says.
+// Reads a trace and checks what must hold for every trace: that Perfetto shows what it says.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -27,7 +27,7 @@ struct TraceSlice {
   [[nodiscard]] std::int64_t arg(const char* key) const {
     return args.value(key, std::int64_t{-1});
   }
-  // Of which step, microbatch and bucket.
+  // Its step, microbatch and bucket.
   [[nodiscard]] auto place() const {
     return std::tuple(kind, arg("step"), arg("microbatch"), arg("bucket"));
   }
@@ -77,7 +77,8 @@ inline TraceFile read_trace(const std::filesystem::path& path) {
   return trace;
 }
 
-// Of a mesh whose Reducer ran `steps` steps of two microbatches, the last with a replica hop.
+// Checks the trace of a mesh whose Reducer ran `steps` steps of two microbatches, the last with a
+// replica hop.
 inline void expect_whole_trace(const TraceFile& trace, MeshShape shape, int steps, int buckets) {
   const auto count = [](const std::vector<TraceSlice>& some) {
     return static_cast<int>(some.size());
@@ -113,7 +114,7 @@ inline void expect_whole_trace(const TraceFile& trace, MeshShape shape, int step
   }
 }
 
-// Each bucket has its arrows: from slice to slice in the order in which it travels.
+// Each bucket has its arrows, from slice to slice in the order in which it travels.
 inline void expect_flows(const TraceFile& trace, MeshShape shape, int steps, int buckets) {
   EXPECT_EQ(static_cast<int>(trace.flows.size()), shape.size() * steps * 2 * buckets);
   int to_replicas = 0;
@@ -144,7 +145,7 @@ inline void expect_flows(const TraceFile& trace, MeshShape shape, int steps, int
   EXPECT_EQ(to_replicas, shape.size() * steps * buckets);
 }
 
-// On the host a hop ends nowhere before it has begun on all ranks of its group.
+// On the host no hop ends before it has begun on all ranks of its group.
 inline void expect_one_clock(const TraceFile& trace, MeshShape shape) {
   const double error_us = trace.other.at("clock_error_ms").get<double>() * 1e3;
   std::map<std::pair<int, std::tuple<std::string, std::int64_t, std::int64_t, std::int64_t>>,

@@ -19,7 +19,7 @@
 namespace hsdp::test {
 namespace {
 
-// Sums of a few of these are exact in f64 and not in f32.
+// Sums of a few of these are exact in f64 but not in f32.
 constexpr double kUnit = 0x1p-36;
 
 struct Parameter {
@@ -27,7 +27,7 @@ struct Parameter {
   Shape strides;  // of its gradients
 };
 
-// Of 16 bit, f32 and f64 in turn, so that buckets of all three come.
+// 16-bit dtypes, f32 and f64 in turn, so that there are buckets of all three.
 std::vector<Parameter> parameters() {
   return {{{.name = "wide", .shape = {13, 7}, .dtype = Dtype::kF64}, {}},
           {{.name = "bf16", .shape = {9}, .dtype = Dtype::kBf16, .reduce_dtype = Dtype::kF32}, {}},
@@ -40,7 +40,7 @@ std::vector<Parameter> parameters() {
 
 bool is_wide(const ParameterSpec& spec) { return spec.dtype == Dtype::kF64; }
 
-// Small integers, and with f64 what f32 cannot hold beside them.
+// Small integers; with f64, beside them values that f32 cannot hold.
 std::vector<double> values_of(std::size_t parameter, std::size_t microbatch, int rank,
                               const ParameterSpec& spec) {
   std::mt19937 random(static_cast<unsigned>(1000 * parameter + 100 * microbatch) +
@@ -78,7 +78,7 @@ std::vector<std::byte> stored(const std::vector<double>& values, const Parameter
   return memory;
 }
 
-// What all ranks' microbatches up to `end` sum to.
+// The sum of all ranks' microbatches up to `end`.
 std::vector<double> sums_of(std::size_t parameter, std::size_t end, std::span<const int> ranks,
                             const ParameterSpec& spec) {
   std::vector<double> sums(static_cast<std::size_t>(element_count(spec.shape)));
@@ -114,7 +114,7 @@ class WideStep {
   }
 
   void run() {
-    // f s is no number of f32.
+    // f s is not representable in f32.
     const double factor = 3.0 * mesh_.size() + 0x1p-30;
     reducer_.set_gradient_divide_factor(factor);
     for (std::size_t m = 0; m < schedule_.size(); ++m) {
@@ -160,7 +160,7 @@ class WideStep {
     stream_.synchronize();
   }
 
-  // The elements of `view`, which may lie on the device.
+  // The elements of `view`, which may be in device memory.
   std::vector<double> read(const TensorView& view) {
     std::vector<std::byte> bytes(view.size_in_bytes());
     copy_bytes(bytes.data(), view.data, bytes.size(), stream_);
@@ -244,7 +244,7 @@ class WideStep {
   Stream stream_;
   bool poison_ = false;
   std::vector<int> world_;
-  std::vector<int> own_;  // of its shard group
+  std::vector<int> own_;  // this rank's, of its shard group
 };
 
 }  // namespace

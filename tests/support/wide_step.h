@@ -1,4 +1,4 @@
-// A step with gradients of f64 among others: f64 stays f64, whatever the wires are.
+// A step with f64 gradients among others: f64 stays f64, whatever the wires are.
 #pragma once
 
 #include <optional>
@@ -9,10 +9,10 @@
 
 namespace hsdp::test {
 
-// On every rank of the mesh: sums in f64 that f32 would round, beside exact ones of f32. Looks at
-// shards, partial shards, gathered gradients, the norm and what clipping leaves. A microbatch
-// without a sync sums one group over the replicas and the other not, so that totals stand amid the
-// step.
+// On every rank of the mesh: sums in f64 that f32 would round, beside exact ones in f32. Checks
+// shards, partial shards, gathered gradients, the norm, and what clipping leaves. A microbatch
+// without an explicit sync sums one group over the replicas and the other not, so that there are
+// totals in the middle of the step.
 void expect_wide_step(const Mesh& mesh, const ReducerOptions& options,
                       const std::vector<std::optional<Sync>>& schedule);
 

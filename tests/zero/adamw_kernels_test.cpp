@@ -1,5 +1,5 @@
 // The arithmetic of AdamW: its bits on every SIMD target, its distance from fp64, and what a
-// skipped update leaves alone. tests/gpu/adamw_checks.cpp has the bodies of the CUDA kernels.
+// skipped update leaves untouched. tests/gpu/adamw_checks.cpp has the CUDA kernels.
 #include "zero/adamw_kernels.h"
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@ using kernels::Row;
 
 class AdamWOn : public kernels::OnTarget {};
 
-// The formula of adamw.h, written down once more.
+// The formula of adamw.h, implemented a second time.
 AdamWNumbers numbers_of(const AdamWOptions& options, int step, float grad_factor) {
   double power1 = 1.0;
   double power2 = 1.0;
@@ -40,7 +40,7 @@ AdamWNumbers numbers_of(const AdamWOptions& options, int step, float grad_factor
   return numbers;
 }
 
-// A slice whose four arrays lie at addresses of their own.
+// A slice whose four arrays have different alignments.
 struct Memory {
   Memory(std::int64_t count, std::mt19937& random)
       : parameter(Dtype::kF32, count, random() % 16),
@@ -82,7 +82,7 @@ struct Memory {
   Row second;
 };
 
-// Values that hurt, in every tail; a caller's environment changes no bit.
+// Difficult values, in every tail. The caller's floating-point environment changes no bit.
 TEST_P(AdamWOn, HasTheBitsOfTheFormula) {
   std::mt19937 random(1);
   const Stream stream = Stream::inline_host();
@@ -122,7 +122,7 @@ void expect_numbers(const AdamWNumbers& got, const AdamWNumbers& want, int step)
   EXPECT_EQ(got.skip, 0U) << step;
 }
 
-// With betas of zero nothing is corrected.
+// With betas of zero there is no bias correction.
 TEST(AdamWTick, CountsWhatIsNotSkipped) {
   const Stream stream = Stream::inline_host();
   const float factor = 0.25F;
@@ -149,7 +149,7 @@ TEST(AdamWTick, CountsWhatIsNotSkipped) {
   }
 }
 
-// adamw.h states the bound.
+// adamw.h states this bound.
 TEST(AdamWUpdate, StaysWithinTheBoundOfFp64) {
   constexpr double kU = 0x1p-24;
   constexpr std::int64_t kCount = 2000;

@@ -1,5 +1,5 @@
 // AdamW on slices: the bits of one process on whole arrays, skipped and clipped updates, resuming,
-// and what is refused.
+// and refused input.
 #include "zero/adamw.h"
 
 #include <gmock/gmock.h>
@@ -37,7 +37,7 @@ Values initial(const ParameterSpec& spec) {
   return random_values(element_count(spec.shape), spec.dtype, 99, {-3, 0});
 }
 
-// One process's AdamW on whole arrays, element by element. In fp32: masters of 16-bit parameters.
+// One process's AdamW on whole arrays, element by element, with fp32 masters of 16-bit parameters.
 class Alone {
  public:
   explicit Alone(const std::vector<ParameterSpec>& specs) {
@@ -68,7 +68,7 @@ class Alone {
   zero::AdamWClock clock_;
 };
 
-// Of which an optimizer updates slices: masters where parameters have 16 bits.
+// Parameters of which an optimizer updates slices, with masters if they have 16 bits.
 SlicedParameters sliced(Reducer& reducer, const std::vector<ParameterSpec>& specs) {
   return {reducer, specs, SlicedParameters::Masters::kOf16Bits, initial};
 }
@@ -138,7 +138,7 @@ TEST_P(AdamWOnSlices, HasTheBitsOfOneProcess) {
     for (int s = 0; s < kSteps; ++s) {
       const StepCase& step = steps[static_cast<std::size_t>(s)];
       run_microbatches(reducer, step, mesh.rank());
-      // The second step is clipped, the third one skipped.
+      // The second step is clipped, the third one is skipped.
       const float factor = s == 1 ? 0.37F : 1.0F;
       const float found_inf = s == 2 ? 1.0F : 0.0F;
       gather.fence(stream);
@@ -161,7 +161,7 @@ INSTANTIATE_TEST_SUITE_P(
                     AdamWCase{{3, 2}, Dtype::kBf16, Sync::kNone, ShardOver::kMesh}),
     testing::PrintToStringParamName());
 
-// Reducers of one mesh, an optimizer on each.
+// Reducers of one mesh, each with an optimizer.
 struct Trained {
   Trained(const Mesh& mesh, std::span<const StepCase> steps) {
     for (const StepCase& step : steps) {
@@ -225,8 +225,8 @@ TEST(AdamW, ClipsByAFactorWithTheBitsOfScaledGradients) {
   }
 }
 
-// On a worker's stream, behind what the Reducer writes. What an infinite gradient would do to a
-// parameter it does to none.
+// On a worker's stream, after the Reducer has written. An infinite gradient skips the whole update,
+// so that no parameter changes.
 TEST(AdamW, SkipsWhatTheReducerHasFoundInTheOrderOfItsStream) {
   for (const bool overflows : {false, true}) {
     StepCase step = integer_step(odd_parameters(Dtype::kF32), 2, kMicrobatches, 8);
@@ -240,7 +240,7 @@ TEST(AdamW, SkipsWhatTheReducerHasFoundInTheOrderOfItsStream) {
       zero::ParameterGather gather(reducer, parameters.gathered());
       Stream stream = Stream::host_worker("optimizer");
       run_microbatches(reducer, step, mesh.rank());
-      float found_inf = overflows ? 0.0F : 1.0F;  // until the Reducer has written it
+      float found_inf = overflows ? 0.0F : 1.0F;  // the Reducer overwrites it
       stream.wait(reducer.found_inf({&found_inf, 1, Dtype::kF32, {}}));
       optimizer.update(stream, {.found_inf = &found_inf});
       gather.start_all(stream.record());
@@ -256,7 +256,7 @@ TEST(AdamW, SkipsWhatTheReducerHasFoundInTheOrderOfItsStream) {
   }
 }
 
-// In another optimizer, which had another learning rate.
+// Loads into an optimizer that had another learning rate.
 TEST(AdamW, GoesOnFromItsMomentsAndSteps) {
   const StepCase step = integer_step(odd_parameters(Dtype::kF32), 1, kMicrobatches, 9);
   run_mesh({1, 1}, [&](const Mesh& mesh) {
@@ -290,7 +290,7 @@ TEST(AdamW, GoesOnFromItsMomentsAndSteps) {
   });
 }
 
-// And no more: but each moment of a slice begins on a multiple of 16 elements.
+// Eight bytes, plus padding: each moment of a slice begins on a multiple of 16 elements.
 TEST(AdamW, KeepsEightBytesForEachElementOfItsSlices) {
   const std::vector<ParameterSpec> even{{.name = "w", .shape = {64, 64}}};
   for (const auto& specs : {even, odd_parameters(Dtype::kF32), odd_parameters(Dtype::kBf16)}) {

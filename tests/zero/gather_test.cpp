@@ -1,6 +1,6 @@
 // Gathers of updated parameters, as the arrays they are slices of or in units: what arrives,
-// masters that are rounded on the way, who waits, ranks that ask for other units than their peers,
-// and what is refused. tests/reducer/gather_lane_test.cpp has gathers under microbatches.
+// masters that are rounded on the way, who waits, ranks that ask for different units, and refused
+// input. tests/reducer/gather_lane_test.cpp covers gathers under microbatches.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -56,7 +56,7 @@ const auto kGatherCases = testing::Values(
     GatherCase{{1, 1}}, GatherCase{{1, 2}}, GatherCase{{1, 3}}, GatherCase{{2, 2}},
     GatherCase{{2, 1}}, GatherCase{{1, 3}, Layout::kDim0}, GatherCase{{1, 3}, Layout::kWhole});
 
-// What rank 1 alone gets wrong is its own error, and the others hear of it.
+// A mistake on rank 1 alone: rank 1 gets its own error, the other ranks are told.
 void expect_fault(const Mesh& mesh, const std::string& text, const std::function<void()>& call) {
   SCOPED_TRACE(text);
   if (mesh.rank() == 1) {
@@ -72,7 +72,7 @@ void expect_fault(const Mesh& mesh, const std::string& text, const std::function
 Values stale(const ParameterSpec& spec) {
   return Values(static_cast<std::size_t>(element_count(spec.shape)), -1.0F);
 }
-// What an optimizer leaves in step `step`: the same for every replica.
+// What an optimizer writes in step `step`: the same for every replica.
 Values updated(const SlicedParameters& parameters, std::size_t p, int step) {
   return random_values(element_count(parameters.specs()[p].shape), Dtype::kF32,
                        1000 * static_cast<std::uint64_t>(step) + p, {-8, 8});
@@ -114,7 +114,7 @@ TEST_P(Gather, CompletesWhatEachRankHasUpdated) {
           const bool over_replicas = shard_over == ShardOver::kMesh && mesh.replicate_size() > 1;
           const int of_unit = (over_replicas ? 1 : 0) + (mesh.shard_size() > 1 ? 1 : 0);
           const std::int64_t most = std::int64_t{3} * gather.unit_count() * of_unit;
-          if (over_replicas && layout != Layout::kFlat) {  // some ranks have nothing of a unit
+          if (over_replicas && layout != Layout::kFlat) {  // some ranks have no elements of a unit
             EXPECT_LE(gather.stats().gather_count, most);
           } else {
             EXPECT_EQ(gather.stats().gather_count, most);
@@ -133,7 +133,7 @@ TEST(ParameterGather, HasEveryElementInOneUnit) {
   run_mesh({1, 2}, [](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = 512});
     std::vector<ParameterSpec> specs = odd_parameters(Dtype::kF32);
-    specs.push_back({.name = "huge", .shape = {1 << 18}});  // 1 MiB: alone
+    specs.push_back({.name = "huge", .shape = {1 << 18}});  // 1 MiB: sent alone
     SlicedParameters parameters(reducer, specs, Masters::kNone, stale);
     const ParameterGather gather(reducer, parameters.gathered(), 1 << 10);
     std::vector<int> seen;
@@ -149,7 +149,7 @@ TEST(ParameterGather, HasEveryElementInOneUnit) {
   });
 }
 
-// One message at a time: small parameters together, a large one by itself and without any.
+// One message at a time: small parameters share one, a large one needs none.
 TEST(ParameterGather, HoldsItsLargestMessageWhileItGathers) {
   for (const MeshShape shape : {MeshShape{1, 2}, MeshShape{2, 1}}) {
     run_mesh(shape, [&](const Mesh& mesh) {
@@ -179,7 +179,7 @@ TEST(ParameterGather, HoldsItsLargestMessageWhileItGathers) {
   }
 }
 
-// Whoever waits is held up until the update is there; nobody else is.
+// A thread that waits is blocked until the update is there; no other thread is.
 TEST(ParameterGather, WaitsForTheUpdate) {
   run_mesh({1, 2}, [](const Mesh& mesh) {
     Reducer reducer(mesh);
@@ -203,7 +203,7 @@ TEST(ParameterGather, WaitsForTheUpdate) {
   });
 }
 
-// All may try again.
+// All ranks may try again.
 TEST(ParameterGather, RefusesWhatDoesNotFit) {
   struct Fault {
     std::function<void(std::vector<GatheredParameter>& parameters)> make;
@@ -274,8 +274,8 @@ TEST(ParameterGather, IsAgreedOnByAllRanks) {
   });
 }
 
-// Units of parameters of which this rank keeps slices: the same ones in each, and one that the
-// Reducer does not know.
+// Units of parameters of which this rank keeps slices: every unit has the same ones, and one that
+// the Reducer does not know.
 class SlicedUnits {
  public:
   static constexpr std::int64_t kFrozenCount = 11;
@@ -300,7 +300,7 @@ class SlicedUnits {
     update(0);
   }
 
-  // What an optimizer leaves in step `step`.
+  // What an optimizer writes in step `step`.
   void update(int step) {
     step_ = step;
     for (std::size_t k = 0; k < kept_.size(); ++k) {
@@ -321,7 +321,7 @@ class SlicedUnits {
     }
     return all;
   }
-  // Arrays of a unit, full of something else.
+  // Arrays of a unit, filled with other values.
   [[nodiscard]] std::vector<TensorView> arrays(int unit) {
     std::vector<TensorView> views;
     for (Kept& one : kept_) {
@@ -346,7 +346,7 @@ class SlicedUnits {
     std::string name;
     std::int64_t count = 0;
     Slice own{};
-    std::vector<std::byte> stored;  // stays where it is
+    std::vector<std::byte> stored;  // does not move
     std::vector<std::byte> whole;
     [[nodiscard]] bool is_frozen() const { return name.starts_with("frozen"); }
   };
@@ -388,7 +388,7 @@ TEST_P(Units, AreWholeWhenTheyWereWaitedFor) {
           }
           gather.begin_update({}).wait();
         }
-        // The small parameters of a unit travel together.
+        // The small parameters of a unit share a message.
         EXPECT_EQ(gather.stats().gather_count, mesh.shard_size() == 1 ? 0 : 3 * kUnits);
       });
     }
@@ -406,23 +406,23 @@ TEST_P(Units, MayDifferBetweenRanks) {
     std::mt19937 random(static_cast<unsigned>(mesh.rank()));
     for (int step = 0; step < 6; ++step) {
       sliced.update(step);
-      // Rank 0 asks for nothing in some steps.
+      // In some steps rank 0 asks for nothing.
       const int count = mesh.rank() == 0 && step % 2 == 0 ? 0 : static_cast<int>(random() % 9);
       for (int i = 0; i < count; ++i) {
         const int unit = static_cast<int>(random() % kUnits);
         gather.gather(unit, sliced.arrays(unit), {});
         gather.wait(unit);
         sliced.expect(unit, "round " + std::to_string(i) + " of step " + std::to_string(step));
-        if (random() % 4 == 0) gather.end({}).wait();  // not as often on every rank
+        if (random() % 4 == 0) gather.end({}).wait();  // a different number of times on each rank
       }
       gather.begin_update({}).wait();
     }
   });
 }
 
-// A program that all ranks repeat, and ranks that now and then skip a unit of it, use one twice,
-// ask for any, or end early: everybody gets what it asked for, and nobody waits for what does not
-// come.
+// All ranks repeat a program, but now and then some skip a unit of it, use one twice, ask for any
+// unit, or end early. Every rank gets what it asked for, and none waits for a gather that never
+// comes.
 void run_program(const Mesh& mesh, std::uint64_t seed) {
   std::mt19937 common(static_cast<unsigned>(seed));
   std::mt19937 own(static_cast<unsigned>(seed * 31 + static_cast<std::uint64_t>(mesh.rank())));
@@ -437,9 +437,9 @@ void run_program(const Mesh& mesh, std::uint64_t seed) {
     }
   }
   const auto use = [&](int unit) {
-    gather.wait(unit);  // its arrays may be given away
+    gather.wait(unit);  // its arrays may be used for something else now
     gather.gather(unit, sliced.arrays(unit), {});
-    if (own() % 3 == 0) return;  // it is only ahead of its use
+    if (own() % 3 == 0) return;  // gathered ahead of its use
     gather.wait(unit);
     sliced.expect(unit, "seed " + std::to_string(seed));
   };
@@ -468,9 +468,9 @@ TEST(UnitGather, ServesRandomProgramsAndRanksThatLeaveThem) {
   }
 }
 
-// A word for what a pass begins with, and one for its end; also after a rank has left the record.
+// One word for what a pass begins with, and one for its end, also after a rank has left the record.
 TEST(UnitGather, AsksAsOftenForManyUnitsAsForFew) {
-  std::vector<std::vector<std::int64_t>> sent;  // in each step, by number of units
+  std::vector<std::vector<std::int64_t>> sent;  // in each step, for each number of units
   for (const int unit_count : {2, 40}) {
     sent.emplace_back();
     run_mesh({1, 3}, [&](const Mesh& mesh) {
@@ -503,8 +503,7 @@ TEST(UnitGather, AsksAsOftenForManyUnitsAsForFew) {
   }
 }
 
-// What the ranks want in a pass: `wants` of this rank, which are all ranks' where they are the
-// same.
+// What the ranks want in a pass: this rank wants `wants`. `same`: so do all others.
 void run_pass(RoundRecords& records, const std::vector<int>& wants, bool same,
               bool departs = false) {
   records.begin(wants.front());
@@ -525,7 +524,7 @@ TEST(RoundRecords, FollowWhatAllWantedAfterTheSamePassAndFirstUnit) {
   run_pass(records, {0, 1, 2}, true);
   EXPECT_THAT(coming_after(records, 0), testing::ElementsAre(1, 2));
   EXPECT_THAT(coming_after(records, 1), testing::IsEmpty());
-  run_pass(records, {0, 2}, true);  // in turn
+  run_pass(records, {0, 2}, true);  // the passes take turns
   run_pass(records, {0, 1, 2}, true);
   EXPECT_THAT(coming_after(records, 0), testing::ElementsAre(2));
   run_pass(records, {0, 2}, true);
@@ -560,7 +559,7 @@ TEST(RoundRecords, ForgetPassesWithoutEndAndTooManyKinds) {
 
 INSTANTIATE_TEST_SUITE_P(Meshes, Units, kGatherCases, testing::PrintToStringParamName());
 
-// Several ranks that want one unit in one round share its gather.
+// Several ranks that want the same unit in one round share its gather.
 TEST(UnitGather, GathersOnceWhatSeveralRanksWant) {
   run_mesh({1, 3}, [](const Mesh& mesh) {
     Reducer reducer(mesh);
@@ -581,7 +580,7 @@ TEST(UnitGather, GathersOnceWhatSeveralRanksWant) {
   });
 }
 
-// Other groups take part in the rounds alone.
+// The other groups take part in the rounds only.
 TEST(UnitGather, GathersInAGroupWhatItsRanksWant) {
   run_mesh({2, 2}, [](const Mesh& mesh) {
     Reducer reducer(mesh);
@@ -598,7 +597,7 @@ TEST(UnitGather, GathersInAGroupWhatItsRanksWant) {
   });
 }
 
-// A large parameter goes straight into its array.
+// A large parameter is gathered straight into its array.
 TEST(UnitGather, SendsLargeParametersByThemselves) {
   run_mesh({1, 2}, [](const Mesh& mesh) {
     Reducer reducer(mesh, {.bucket_bytes = 1 << 18});
@@ -628,7 +627,7 @@ TEST(UnitGather, SendsLargeParametersByThemselves) {
   });
 }
 
-// All may try again.
+// All ranks may try again.
 TEST(UnitGather, RefusesWhatDoesNotFit) {
   struct Fault {
     std::function<void(std::vector<UnitParameter>& parameters)> make;
@@ -681,7 +680,7 @@ TEST(UnitGather, IsAgreedOnByAllRanks) {
   });
 }
 
-// Nobody hangs for a rank that neither asks nor ends, whether the round was foretold or not.
+// No rank hangs when one neither asks nor ends, whether the record foretold the round or not.
 TEST(UnitGather, NamesTheUnitAndTheRankThatDoesNotCome) {
   for (const int passes_before : {0, 2}) {
     std::atomic<bool> gave_up = false;

@@ -41,8 +41,7 @@ StepCase some_step() {
       kShape.size(), 1, 3);
 }
 
-// Gathers and steps in turn, until one fails. `fault`: what goes wrong with this rank's slices
-// before a gather.
+// Gathers and steps in turn, until one fails. `fault` changes this rank's slices before a gather.
 using Fault = std::function<void(SlicedParameters&, std::int64_t gather)>;
 void expect_gathers(
     const Check& check, const Mesh& mesh, const Fault& fault,
@@ -70,11 +69,11 @@ void flip(TensorView array, std::int64_t bit) {
   *byte = static_cast<unsigned char>(*byte ^ (1U << bit % 8));
 }
 
-// Replicas update the same slices: one of them sends other bits to its shard group.
+// Replicas update the same slices, but one of them sends other bits to its shard group.
 TEST(ParameterCheck, NamesTheParameterAndTheReplicaOfOneFlippedBit) {
   for (int rank = 0; rank < kShape.size(); ++rank) {
     for (const std::size_t p : {0U, 1U}) {
-      for (const bool is_last : {false, true}) {  // of the slice; the sign, which rounding keeps
+      for (const bool is_last : {false, true}) {  // of the slice; the sign survives rounding
         run_mesh(kShape, [&](const Mesh& mesh) {
           const Fault fault = [&](SlicedParameters& parameters, std::int64_t gather) {
             if (mesh.rank() != rank || gather != 2) return;
@@ -99,7 +98,7 @@ TEST(ParameterCheck, NamesTheParameterAndTheReplicaOfOneFlippedBit) {
   }
 }
 
-// Nobody else has updated that slice.
+// No other rank has updated that slice, and the gather gives all ranks the same bits.
 TEST(ParameterCheck, DoesNotSeeWhatTheGatherMakesEqual) {
   run_mesh(kShape, [&](const Mesh& mesh) {
     const Fault fault = [&](SlicedParameters& parameters, std::int64_t gather) {
@@ -121,7 +120,7 @@ TEST(ParameterCheck, OnlyLooksAtEveryNthGather) {
   });
 }
 
-// One rank says no word in the step that it drops; then all write other parameters.
+// One rank posts no word in the step that it drops. Afterwards all ranks write other parameters.
 TEST(ParameterCheck, ADroppedStepIsNoDifference) {
   run_mesh(kShape, [&](const Mesh& mesh) {
     const StepCase step = some_step();
@@ -139,7 +138,7 @@ TEST(ParameterCheck, ADroppedStepIsNoDifference) {
   });
 }
 
-// It is made again on all ranks when it could not be made on one.
+// If it could not be made on one rank, all ranks make it again.
 TEST(ParameterCheck, IsMadeOnAllRanksOrNone) {
   run_mesh(kShape, [&](const Mesh& mesh) {
     const StepCase step = some_step();
@@ -158,7 +157,7 @@ TEST(ParameterCheck, IsMadeOnAllRanksOrNone) {
   });
 }
 
-// Of so many that the first texts would not reach the one that differs.
+// So many parameters that the one that differs is not among the first texts.
 TEST(ParameterCheck, NamesOneOfManyParameters) {
   constexpr int kMany = 900;
   run_mesh({2, 1}, [&](const Mesh& mesh) {
@@ -195,7 +194,7 @@ TEST(ParameterCheck, SendsNoMessageMore) {
       SlicedParameters parameters(reducer, step.parameters, SlicedParameters::Masters::kOf16Bits,
                                   ones);
       ParameterGather gather(reducer, parameters.gathered());
-      std::int64_t least = 1000;  // some are counted a step later
+      std::int64_t least = 1000;  // a step later for some
       for (int number = 0; number < 20; ++number) {
         const std::int64_t before = reducer.stats().control_message_count;
         gather.start_all({});

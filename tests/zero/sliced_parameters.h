@@ -1,5 +1,5 @@
-// A rank's parameters for tests of what updates and gathers them: whole arrays of which it owns a
-// slice each, and fp32 masters of these slices.
+// A rank's parameters, for tests of what updates and gathers them: whole arrays, of each of which
+// the rank owns a slice, and fp32 masters of these slices.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ class SlicedParameters {
  public:
   enum class Masters { kNone, kOf16Bits, kOfAll };
 
-  // Registers them; they hold whole(spec), rounded to their dtypes.
+  // Registers the parameters. Their values are whole(spec), rounded to their dtypes.
   SlicedParameters(Reducer& reducer, std::vector<ParameterSpec> specs, Masters masters,
                    const std::function<Values(const ParameterSpec&)>& whole)
       : specs_(std::move(specs)), masters_(masters) {
@@ -32,7 +32,7 @@ class SlicedParameters {
     }
   }
 
-  // What an optimizer does: writes this rank's slice of `whole`.
+  // Writes this rank's slice of `whole`, as an optimizer does.
   void update(std::size_t p, const Values& whole) {
     const auto [begin, count] = slices_[p];
     if (has_master(p)) {
@@ -46,7 +46,7 @@ class SlicedParameters {
   [[nodiscard]] TensorView array(std::size_t p) {
     return {arrays_[p].data(), element_count(specs_[p].shape), specs_[p].dtype, {}};
   }
-  // Where an optimizer writes: the master or the slice of the array.
+  // Where an optimizer writes: to the master, or to the slice of the array.
   [[nodiscard]] TensorView own(std::size_t p) {
     if (!has_master(p)) return array(p).slice(slices_[p].offset, slices_[p].count);
     return {masters_of_[p].data(), slices_[p].count, Dtype::kF32, {}};
@@ -59,7 +59,7 @@ class SlicedParameters {
     }
     return all;
   }
-  // The array holds `whole`, rounded.
+  // Checks that the array holds `whole`, rounded.
   void expect(std::size_t p, const Values& whole, const std::string& label) const {
     expect_same_bits(decoded(arrays_[p], specs_[p].dtype),
                      decoded(rounded(p, whole), specs_[p].dtype), label + " " + specs_[p].name);

@@ -1,4 +1,4 @@
-// What may happen in and around a window: calls out of turn, drops, flags, memory, what is counted.
+// What may happen in and around a window: calls out of order, drops, flags, memory, and counts.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -33,7 +33,7 @@ struct OneParameter {
   }
   void pass() { reducer.gradient_ready("w", ones.view()); }
   void expect(float value) { EXPECT_THAT(values_of(reducer.shard("w")), Each(value)); }
-  // A step that is right whatever was before.
+  // A step that is right whatever came before it.
   void expect_clean_step() {
     run_window(2);
     expect(2);
@@ -58,7 +58,7 @@ std::string refusal(const std::function<void()>& call) {
   return error ? error->what() : "not refused";
 }
 
-// A step that is dropped: `is_bad` where this rank did it and keeps its own error, an E; the others
+// A step that is dropped. `is_bad`: this rank did it and keeps its own error, an E; the other ranks
 // are told. Returns the text.
 template <class E>
 std::string dropped(bool is_bad, const std::function<void()>& step) {
@@ -75,7 +75,7 @@ std::string dropped(bool is_bad, const std::function<void()>& step) {
   return {};
 }
 
-// Some Reducers in one window.
+// Several Reducers in one window.
 struct Several {
   Several(const Mesh& mesh, int count, const ReducerOptions& options = {}) {
     for (int k = 0; k < count; ++k) {
@@ -94,7 +94,7 @@ struct Several {
     }
   }
 
-  std::deque<OneParameter> all;  // which stay where they are
+  std::deque<OneParameter> all;  // in a deque, as they must not move
   std::vector<Reducer*> reducers;
 };
 
@@ -103,7 +103,7 @@ TEST(Window, MicrobatchesInsideOnlyDelimit) {
     OneParameter one(mesh);
     CoalescedWindow window({&one.reducer});
     for (int k = 0; k < 3; ++k) one.run_microbatch({.last = k == 0});
-    one.pass();  // outside of them, too
+    one.pass();  // a pass outside the microbatches, too
     EXPECT_TRUE(one.reducer.state().window_open);
     window.end();
     one.expect(4);
@@ -113,7 +113,7 @@ TEST(Window, MicrobatchesInsideOnlyDelimit) {
   });
 }
 
-// Nothing is sent in a window, and its collectives are those of one microbatch.
+// A window sends nothing until its end, and runs the collectives of one microbatch.
 TEST(Window, CostsTheSameHoweverManyPasses) {
   std::vector<ReducerStats> stats;
   for (const int pass_count : {1, 2, 4, 8}) {
@@ -164,7 +164,7 @@ TEST(Window, RefusesCallsThatAreForOutside) {
                     HasSubstr("no open microbatch"));
         open.end();
       }
-      window.end();  // refused calls have changed nothing
+      window.end();  // the refused calls have changed nothing
       EXPECT_THAT(refusal([&] { window.end(); }), HasSubstr("one end()"));
     }
     one.expect(1);
@@ -193,11 +193,11 @@ TEST(Window, RefusesReducersThatAreNoneOrTwice) {
   });
 }
 
-// How one rank breaks its window: what it does there throws, or the window's end does.
+// How one rank breaks its window: `inside` throws, or the end of the window does.
 struct Fault {
   std::string label;
   std::function<void(OneParameter& one)> inside;
-  std::string reason;  // that the others hear
+  std::string reason;  // as the other ranks are told
   WindowOptions options{};
 };
 
@@ -237,7 +237,8 @@ std::vector<Fault> faults() {
 
 class WindowFault : public testing::TestWithParam<Fault> {};
 
-// The step is dropped on all ranks: this one keeps its own error, the others are told its reason.
+// The step is dropped on all ranks: this one keeps its own error, the other ranks are told its
+// reason.
 TEST_P(WindowFault, DropsTheStepOnAllRanks) {
   const Fault& fault = GetParam();
   for (const bool is_pending : {false, true}) {
@@ -267,7 +268,7 @@ TEST_P(WindowFault, DropsTheStepOnAllRanks) {
 INSTANTIATE_TEST_SUITE_P(Faults, WindowFault, testing::ValuesIn(faults()),
                          [](const auto& row) { return row.param.label; });
 
-// A forgotten end() is told to all ranks, also by what they ask of the step later.
+// If a rank forgets end(), all ranks are told, and later questions about the step say so too.
 TEST(Window, IsLeftWithoutItsEnd) {
   run_mesh({1, 2}, [](const Mesh& mesh) {
     OneParameter one(mesh);
@@ -306,8 +307,8 @@ TEST(Window, FlagsSetInsideAreUndone) {
   });
 }
 
-// Which sync a window runs, by `last`, flags and the partial sync: observed by what is left. As in
-// FSDP2, with the all-reduce off and no `last` it stays in the shard group.
+// Which sync a window runs, by `last`, flags and the partial sync; seen from what it leaves. As in
+// FSDP2, with the all-reduce off and no `last` the sums stay in the shard group.
 TEST(Window, SyncsAsLastAndFlagsSay) {
   struct Row {
     std::optional<bool> last;
@@ -402,7 +403,7 @@ TEST(Window, KeepsItsMemoryUntilItIsReleased) {
     EXPECT_THAT(refusal([&] { reducer.release_memory(); }), HasSubstr("between steps"));
     run(AccumulateDtype::kF32);
     EXPECT_THAT(values_of(reducer.shard("w")), Each(4.0F));
-    // What is pending locally keeps its dtype.
+    // Pending local sums keep their dtype.
     reducer.set_partial_sync(Sync::kNone);
     run(AccumulateDtype::kParam, false);
     EXPECT_THAT(refusal([&] { run(AccumulateDtype::kF32); }), HasSubstr("'param'"));
@@ -418,7 +419,8 @@ TEST(Window, AccumulatesOnTheHostBesideAGpuOnly) {
   });
 }
 
-// A rank in a window and one in a plain microbatch do not agree, nor do different local sums.
+// Ranks disagree if one is in a window and another in a plain microbatch, or if their local sums
+// differ.
 TEST(Window, IsAgreedOnByAllRanks) {
   for (const bool is_dtype : {false, true}) {
     const std::vector<std::exception_ptr> errors = try_ranks(2, [&](Communicator& world) {
@@ -457,7 +459,8 @@ TEST(WindowOfSeveral, ReducesAllOfThem) {
   });
 }
 
-// Where a rank cannot end the step of one, the steps of all are dropped on all ranks.
+// If one Reducer's step cannot end on some rank, the steps of all Reducers are dropped on all
+// ranks.
 TEST(WindowOfSeveral, DropsAllStepsOrNone) {
   for (const std::size_t bad_one : {0U, 1U}) {
     for (const bool misses : {false, true}) {
@@ -478,7 +481,7 @@ TEST(WindowOfSeveral, DropsAllStepsOrNone) {
         } catch (const UsageError& error) {
           EXPECT_TRUE(is_bad) << error.what();
         }
-        // What a rank did not learn in the window it learns from its next call.
+        // What a rank did not learn in the window its next call tells it.
         for (OneParameter& one : two.all) {
           EXPECT_ANY_THROW(static_cast<void>(one.reducer.shard("w")));
           EXPECT_EQ(one.reducer.stats().step_count, 0);
@@ -489,8 +492,8 @@ TEST(WindowOfSeveral, DropsAllStepsOrNone) {
   }
 }
 
-// Where one cannot begin, on some ranks or on all, the steps of all are dropped on all ranks: those
-// whose step had not begun, too, for the other ranks are in it.
+// If one Reducer cannot begin, on some ranks or on all, the steps of all Reducers are dropped on
+// all ranks. That includes steps that had not begun here, as other ranks are in them.
 TEST(WindowOfSeveral, DropsAllStepsWhenOneCannotBegin) {
   for (const bool everywhere : {false, true}) {
     run_mesh(kSquare, [&](const Mesh& mesh) {
@@ -518,8 +521,8 @@ TEST(WindowOfSeveral, DropsAllStepsWhenOneCannotBegin) {
   }
 }
 
-// Who reads one result hears of the drop there; the others' drops are the same one. So all ranks go
-// on with the same step of all Reducers.
+// A rank that reads one result learns of the drop there. The drops of the other Reducers are the
+// same one and are not thrown again, so all ranks continue with the same step of every Reducer.
 TEST(WindowOfSeveral, ThrowsADropOnce) {
   for (const Dtype wire : {Dtype::kF32, Dtype::kF16}) {
     run_mesh(kSquare, [&](const Mesh& mesh) {
@@ -546,7 +549,7 @@ TEST(WindowOfSeveral, ThrowsADropOnce) {
   }
 }
 
-// Only in a window that they share: a drop that nobody has heard of is thrown.
+// That holds only within a shared window: a drop that a rank has not been told of is thrown.
 TEST(WindowOfSeveral, ThrowsADropThatWasNotHeardOf) {
   run_mesh(kSquare, [](const Mesh& mesh) {
     Several two(mesh, 2);
@@ -563,8 +566,8 @@ TEST(WindowOfSeveral, ThrowsADropThatWasNotHeardOf) {
   });
 }
 
-// From a drop inside of a window until its end nothing can be begun: it would be another step than
-// the one that the other ranks go on with.
+// After a drop inside a window nothing can begin until the window ends: it would be another step
+// than the one with which the other ranks continue.
 TEST(Window, HoldsEverythingBackOnceItsStepIsDropped) {
   run_mesh(kSquare, [](const Mesh& mesh) {
     OneParameter one(mesh);
@@ -593,7 +596,8 @@ TEST(Window, HoldsEverythingBackOnceItsStepIsDropped) {
   });
 }
 
-// Peers pack by the most counts of any rank, who drops sends its zeros alike.
+// Peers pack with the headroom for the highest count of any rank. So does the rank that drops, for
+// its zeros.
 TEST(WindowOnF16, DropsTheStepOverReplicas) {
   for (const MeshShape shape : {MeshShape{2, 1}, kSquare, MeshShape{3, 1}}) {
     for (const bool is_window : {true, false}) {
@@ -639,7 +643,7 @@ TEST(Window, CountsOfHandedSumsAreChecked) {
       {
         CoalescedWindow window({&one.reducer}, {.accumulate = Accumulate::kGrad});
         one.pass();
-        window.end(0);  // a rank without a pass of its own
+        window.end(0);  // a rank without any pass
         one.expect(1);
       }
       for (const Accumulate accumulate : {Accumulate::kBuffer, Accumulate::kGrad}) {
@@ -655,7 +659,7 @@ TEST(Window, CountsOfHandedSumsAreChecked) {
   });
 }
 
-// Also without a CoalescedWindow around it a window is over once end_window has thrown.
+// Without a CoalescedWindow around it, too, a window is over once end_window has thrown.
 TEST(Window, IsLeftByAnEndThatThrows) {
   run_mesh(kSquare, [](const Mesh& mesh) {
     OneParameter one(mesh);
@@ -670,7 +674,7 @@ TEST(Window, IsLeftByAnEndThatThrows) {
   });
 }
 
-// A check changes nothing: what was missing may still come.
+// A check changes nothing: a missing gradient may still come.
 TEST(Window, ACheckIsNoVerdict) {
   run_mesh(kSquare, [](const Mesh& mesh) {
     OneParameter one(mesh);

@@ -1,5 +1,6 @@
 // The bits of windows: those of local microbatches with the same gradients, whatever is declared,
-// in which order and on how many threads gradients come, and who has more of them.
+// in whatever order and on however many threads gradients come, and whichever rank has more of
+// them.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -31,7 +32,7 @@ void run_window(Reducer& reducer, const StepCase& step, Passes passes, int rank,
   CoalescedWindow window({&reducer}, options);
   for (int m = passes.first; m < passes.end; ++m) {
     std::vector<StoredGradient> stored = deliver(reducer, step, m, rank, delivery);
-    // It is in the local sum.
+    // The gradient is in the local sum.
     for (StoredGradient& gradient : stored) gradient.poison();
   }
   window.end();
@@ -47,7 +48,7 @@ StepCase passes_of_one_window(const std::vector<ParameterSpec>& parameters, int 
   return step;
 }
 
-// Runs `step` on all ranks, which leaves the reference's result.
+// Runs `step` on all ranks and checks that it leaves the reference's result.
 void expect_bits(const StepCase& step, const ReducerOptions& options, MeshShape shape,
                  const std::string& label,
                  const std::function<void(Reducer& reducer, const Mesh& mesh)>& run) {
@@ -85,7 +86,7 @@ TEST_P(WindowBits, AreThoseOfTheLocalSum) {
         for (const Delivery& delivery : deliveries) {
           const ReducerOptions options{
               .reduce_dtype = wire, .bucket_bytes = 512, .accumulate_dtype = sums};
-          // Twice: nothing of the first window is in the second.
+          // Runs twice: nothing of the first window may be in the second.
           WindowOptions window{.accumulate_dtype = sums};
           if (is_declared) window.backwards = pass_count;
           expect_bits(step, options, shape,
@@ -116,11 +117,11 @@ INSTANTIATE_TEST_SUITE_P(
              (row.param.wire ? "_" + std::string(name(*row.param.wire)) : "");
     });
 
-// A step's schedule cut at random into windows and plain microbatches. What a window sums locally
-// stands as `none` in the schedule, but for its last pass, which has the window's sync.
+// A step's schedule, cut at random into windows and plain microbatches. The passes of a window
+// count as `none` in the schedule, except the last one, which has the window's sync.
 struct RandomWindows {
   StepCase step;
-  std::vector<Passes> parts;  // a single one is a window or not, as `is_window` says
+  std::vector<Passes> parts;  // of a single microbatch `is_window` says which it is
   std::vector<char> is_window;
   Sync partial = Sync::kShard;
 };
@@ -158,7 +159,7 @@ TEST(WindowsAndMicrobatches, AddUpInAnyOrder) {
     Delivery delivery{.order = Order::kRandom, .seed = seed};
     delivery.thread_count = random.integer(1, 2);
     const bool declares = random.integer(0, 1) == 0;
-    // In a window the last pass is added, too, and then packed; as fp32 that is the same.
+    // A window adds its last pass too before it packs; in fp32 the result is the same.
     const std::string label = "seed " + std::to_string(seed);
     expect_bits(what.step, options, shape, label, [&](Reducer& reducer, const Mesh& mesh) {
       reducer.set_partial_sync(what.partial);
@@ -178,8 +179,8 @@ TEST(WindowsAndMicrobatches, AddUpInAnyOrder) {
   }
 }
 
-// Sums are exact, so that they do not depend on who has how many gradients. On an f16 wire they are
-// out of range but for the exponents of the rank that counts most.
+// The sums are exact, so they do not depend on which rank has how many gradients. On an f16 wire
+// they would overflow without the exponents for the rank that counts most.
 TEST(WindowCounts, DifferBetweenRanks) {
   constexpr float kValue = 4096;
   constexpr int kMost = 16;
@@ -240,7 +241,7 @@ TEST(WindowCounts, DifferBetweenRanks) {
   }
 }
 
-// The caller's fp32 sums, handed over once, have the bits of the Reducer's.
+// The caller's fp32 sums, handed over once, have the same bits as the Reducer's.
 TEST(WindowsThatAreHandedSums, HaveTheBitsOfTheLocalSum) {
   constexpr int kPasses = 4;
   const std::vector<ParameterSpec> parameters = odd_parameters(Dtype::kF32);
@@ -271,7 +272,7 @@ TEST(WindowsThatAreHandedSums, HaveTheBitsOfTheLocalSum) {
   }
 }
 
-// What is declared is reduced in the window, before its end; anything else at its end.
+// A declared parameter is reduced within the window, before its end; any other one at its end.
 TEST(WindowOverlap, ReducesDeclaredPassesInsideOfTheWindow) {
   constexpr int kPasses = 3;
   for (const MeshShape shape : {MeshShape{1, 2}, MeshShape{2, 1}, kSquare}) {
@@ -325,7 +326,8 @@ TEST(WindowOverlap, TakesFewerPassesThanDeclared) {
   });
 }
 
-// With missing = zero a parameter without any gradient is zeros, and each rank may miss another.
+// With missing = zero a parameter without any gradient counts as zeros. Each rank may lack other
+// ones.
 TEST(WindowHoles, AreZeros) {
   for (const Dtype wire : {Dtype::kF32, Dtype::kF16}) {
     run_mesh(kSquare, [&](const Mesh& mesh) {

@@ -1,4 +1,4 @@
-// What the ranks of a group say, merged.
+// What the ranks of a group say, merged into one answer.
 #include "hsdp/comm/agreement.h"
 
 #include <gmock/gmock.h>
@@ -85,7 +85,7 @@ TEST(Agreement, KeepsTheFourTextsOfMostRanks) {
   EXPECT_LT(encoded_size(all), 400U);
 }
 
-// As by a tree of ranks, each of which merges those below it and passes on the sum.
+// As in a tree of ranks, each of which merges the ranks below it and passes the result on.
 TEST(Agreement, ComesOutTheSameHoweverItsPartsAreMerged) {
   const auto said_by = [](int rank) {
     return Saying{.equal = {"same", rank % 3 == 0 ? "third" : "other"},

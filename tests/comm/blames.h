@@ -1,4 +1,4 @@
-// A matcher of calls that fail because of other ranks.
+// A matcher for calls that fail because of other ranks.
 #pragma once
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// What every engine and transport owes its callers, exactly.
+// What every engine and transport guarantees its callers, exactly.
 #include "tests/comm/contract_suite.h"
 
 #include <algorithm>
@@ -18,13 +18,13 @@ constexpr std::array kWires{Dtype::kF32, Dtype::kBf16, Dtype::kF16};
 constexpr std::array kReducible{Dtype::kF32, Dtype::kBf16, Dtype::kF16, Dtype::kF64, Dtype::kI64};
 constexpr std::array<std::int64_t, 6> kCounts{0, 1, 7, 33, 1000, 70'001};
 
-// Around the tiles in which the host engine reduces.
+// Sizes around the tiles in which the host engine reduces.
 std::vector<std::int64_t> reduced_counts(Dtype dtype) {
   const std::int64_t tile = (128 << 10) / static_cast<std::int64_t>(size_bytes(dtype));
   return {0, 1, 33, tile - 1, tile, tile + 1, 2 * tile + 1};
 }
 
-// Sums over a few ranks are exact: small, or of more digits than fp32 has.
+// Sums over a few ranks are exact: the values are small, or have more digits than fp32 holds.
 double integer(Dtype dtype, int rank, std::int64_t i) {
   return size_bytes(dtype) < 8 ? small_integer(rank, i)
                                : static_cast<double>(i * 1'000'003 + rank * 17);
@@ -46,7 +46,7 @@ void fill_noise(TensorView view, int rank, std::int64_t first = 0) {
   fill(view, [&](std::int64_t i) { return noise(rank, first + i); });
 }
 
-// Element by element, in ascending rank: noise, divided by 2^exponent and rounded as it travels.
+// Element by element, in ascending rank: noise, divided by 2^exponent and rounded for the wire.
 std::function<float(std::int64_t i)> sums_of_noise(int ranks, Dtype wire, int exponent = 0) {
   std::vector<float> sums;
   for (std::int64_t i = 0; i < reduced_counts(wire).back(); ++i) {
@@ -182,7 +182,7 @@ TEST_P(Contract, AllGatherJoinsRowsAlsoInPlace) {
   });
 }
 
-// Any bits, those of NaNs too, that tell who sent them and from where.
+// Arbitrary bits, NaNs among them, that tell which rank sent them and from which place.
 std::uint8_t any_byte(int rank, std::int64_t i) {
   return static_cast<std::uint8_t>(
       static_cast<std::uint64_t>(i * 8 + rank + 1) * 0x9e3779b97f4a7c15U >> 56U);
@@ -229,7 +229,7 @@ TEST_P(Contract, AllToAllTransposesRows) {
   });
 }
 
-// Whatever is not said again from the second time on, the divisor among it.
+// Everything that planned calls leave out from the second time on, including the divisor.
 TEST_P(Contract, PlannedCallsAreExactEachTime) {
   run([](Communicator& world) {
     const std::int64_t rows = 5'000;
@@ -276,7 +276,7 @@ TEST_P(Contract, BroadcastSendsTheRootsBytesFromAnyRoot) {
   });
 }
 
-// One clock for all ranks, be they threads or processes of this host.
+// All ranks share one clock, whether they are threads or processes of this host.
 std::int64_t now_ns() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
 TEST_P(Contract, BarrierHoldsEveryoneUntilTheLastArrives) {

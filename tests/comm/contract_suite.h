@@ -1,5 +1,5 @@
-// The contract of every engine as a suite of parameterised tests: who instantiates it says how the
-// ranks of a world come to run a function.
+// The contract of every engine as a suite of parameterised tests. Whoever instantiates it says how
+// the ranks of a world are made to run a function.
 #pragma once
 
 #include <gtest/gtest.h>

@@ -1,4 +1,4 @@
-// Every way in which a rank can fail its peers, and what the others then say.
+// Every way in which a rank can fail its peers, and what the peers report.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -15,7 +15,8 @@
 namespace hsdp::comm {
 namespace {
 
-// A data loader that keeps open whatever its fork gave it. A raw fork runs no handlers of ours.
+// A data loader that keeps open everything its fork inherited. A raw fork runs none of the
+// library's handlers.
 enum class Child { kNone, kForked, kRawForked };
 
 struct Victim {
@@ -73,7 +74,7 @@ void throw_when_failed(const Control& control) {
   control.throw_if_failed();
 }
 
-// Waits forever in a collective's place, as a data plane does: a slot, and a look at the failure.
+// Waits forever as a collective's data plane does: with a wait slot, and looking for a failure.
 void wait_for_peer(Control& control, WaitState state) {
   const int slot = control.begin_wait(state);
   try {
@@ -114,7 +115,7 @@ TEST_P(StoppedRankTest, TimesOutForAllAndForItselfWhenContinued) {
 
 INSTANTIATE_TEST_SUITE_P(AnyRank, StoppedRankTest, ::testing::Values(0, 1, 2));
 
-// A stop that is noticed but shorter than the timeout harms nobody.
+// A stop that is noticed but is shorter than the timeout harms no rank.
 TEST_F(ControlTest, AShortStopIsForgiven) {
   ProcessRanks ranks(3, {}, [](int) {
     const auto control = connect(milliseconds(60'000));
@@ -241,7 +242,7 @@ TEST_F(ControlTest, AForkedChildMayNotUseItAndHarmsNobody) {
   }));
 }
 
-// It saves, says goodbye to nobody, and goes: also with a peer that is stopped and never reads.
+// Rank 0 saves, says no goodbye and exits, even if a peer is stopped and never reads.
 TEST_F(ControlTest, ClosingAfterAFailureNeverHangs) {
   ProcessRanks ranks(3, {}, [](int rank) {
     auto control = connect(milliseconds(30'000));

@@ -1,4 +1,4 @@
-// The control messages survive their encoding, and no bytes at all can harm their decoding.
+// Control messages survive encoding, and no bytes whatever can harm their decoding.
 #include "hsdp/comm/control/control_frames.h"
 
 #include <gtest/gtest.h>
@@ -54,7 +54,7 @@ Agreement agreement() {
   return all;
 }
 
-// True for the frames that decode at all.
+// Whether the bytes decode as some frame.
 std::vector<bool> decode_as_everything(const std::string& bytes) {
   return {JoinFrame::decode(bytes).has_value(),   WelcomeFrame::decode(bytes).has_value(),
           PostFrame::decode(bytes).has_value(),   AnswerFrame::decode(bytes).has_value(),
@@ -64,7 +64,8 @@ std::vector<bool> decode_as_everything(const std::string& bytes) {
           RelayedFrame::decode(bytes).has_value()};
 }
 
-// No field has the value of another. Those that nobody writes would be missed between processes.
+// Every field has a different value. A field that is never written would be noticed here, not
+// between processes.
 template <typename Frame>
 std::string decoded_and_encoded(const Frame& frame) {
   const auto decoded = Frame::decode(frame.encode());
@@ -91,14 +92,14 @@ TEST(ControlFramesTest, WholeBodiesAreDecodedAndNoOthers) {
       EXPECT_FALSE(decode_as_everything(bodies[kind].substr(0, size))[kind]) << kind << " " << size;
     }
     EXPECT_FALSE(decode_as_everything(bodies[kind] + "x")[kind]) << kind;
-    for (const std::size_t size : {4U, 8U}) {  // counts beyond the body allocate nothing
+    for (const std::size_t size : {4U, 8U}) {  // counts larger than the body allocate nothing
       EXPECT_FALSE(decode_as_everything(std::string(size, '\xff'))[kind]) << kind;
     }
   }
 }
 
 TEST(ControlFramesTest, AnyBytesAreSafe) {
-  std::mt19937 random(7);  // fixed: the same bytes every time
+  std::mt19937 random(7);  // a fixed seed: the same bytes every time
   const std::vector<std::string> seeds{join_frame().encode(),
                                        beat_frame().encode(),
                                        world_end().encode(),
@@ -127,14 +128,14 @@ TEST(ControlFramesTest, ExchangesAreToldApart) {
   EXPECT_NE(exchange_hash(""), 0U);
 }
 
-// The groups of a mesh are one run each.
+// Each group of a mesh is a single run.
 TEST(ControlFramesTest, MembersOfALargeGroupTakeFewBytes) {
   std::vector<int> shards;
   for (int rank = 5; rank < 4'096; rank += 8) shards.push_back(rank);
   const std::string bytes = GroupFrame{shards}.encode();
   EXPECT_LE(bytes.size(), 16U);
   EXPECT_EQ(GroupFrame::decode(bytes)->members, shards);
-  // However many there are said to be.
+  // However many members it claims to have.
   WireWriter out;
   for (const std::uint64_t number : {1U, 0U, 1U, (1U << 20U) + 1}) out.number(number);
   EXPECT_FALSE(GroupFrame::decode(out.take()));

@@ -1,4 +1,4 @@
-// Rank 0's relay by itself: what it answers, and what it takes from nobody.
+// Rank 0's relay by itself: what it answers, and what it accepts from no rank.
 #include "hsdp/comm/control/control_hub.h"
 
 #include <gmock/gmock.h>
@@ -46,7 +46,7 @@ class ControlHubTest : public testing::Test {
     const PostFrame frame{group_id(members), "key", message_to_all(text)};
     hub_.handle(rank, FrameType::kPost, frame.encode());
   }
-  // Why the world ended, as that rank was told.
+  // Why the world ended, as this rank was told.
   [[nodiscard]] static WorldEnd end_in(const Sent& sent) {
     if (sent.frames.size() != 1 || type_of(*sent.frames[0]) != FrameType::kFail) return {};
     return WorldEnd::decode(std::string_view(*sent.frames[0]).substr(kFrameHeaderBytes)).value();
@@ -140,7 +140,7 @@ class ControlHubBelowTest : public testing::Test {
   ControlHub hub_;
 };
 
-// Rank 1 has closed its world and its process has ended; rank 2, which spoke through it, lives.
+// Rank 1 has closed its world and its process has ended. Rank 2, which spoke through it, is alive.
 TEST_F(ControlHubBelowTest, NamesTheRelayThatLeftAndNotTheLivingRankBelowIt) {
   move();
   say(0, {0, 2});
@@ -154,7 +154,7 @@ TEST_F(ControlHubBelowTest, NamesTheRelayThatLeftAndNotTheLivingRankBelowIt) {
   EXPECT_THAT(end->failure.ranks, ElementsAre(1)) << end->failure.message;
 }
 
-// A relay sends the beats that it holds with its next tick, after the goodbye.
+// A relay sends the beats it has collected with its next tick, after the goodbye.
 TEST_F(ControlHubBelowTest, ABeatThatComesAfterTheGoodbyeOfItsRankIsNoWait) {
   move();
   const std::vector<int> pair{1, 2};
@@ -168,7 +168,7 @@ TEST_F(ControlHubBelowTest, ABeatThatComesAfterTheGoodbyeOfItsRankIsNoWait) {
   EXPECT_THAT(own_.types(), Not(Contains(FrameType::kFail))) << "nobody waits any more";
 }
 
-// The whole of what is queued there reaches it: the old link is flushed, not cut off.
+// Everything queued there reaches the rank: the old link is flushed, not cut.
 TEST_F(ControlHubBelowTest, WhatIsQueuedOnTheOldLinkOfARankThatMovesStillGoes) {
   hub_.handle(0, FrameType::kTell, TellFrame{2, "topic", std::string(1U << 20U, 'x')}.encode());
   ASSERT_THAT(two_->types(), Contains(FrameType::kTell));

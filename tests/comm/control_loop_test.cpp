@@ -36,7 +36,7 @@ void write_frame(const UniqueFd& to, FrameType type, const std::string& body) {
   EXPECT_EQ(::send(to.get(), frame->data(), frame->size(), MSG_NOSIGNAL), std::ssize(*frame));
 }
 
-// Rank 0 dies when rank 2 is about to enter the tree: its parent knows it first, and says so.
+// Rank 0 dies when rank 2 is about to enter the tree. The parent learns of it first and says so.
 TEST(ControlLoopTest, AnEndThatTheParentTellsBeforeTheTreeIsEnteredIsHeard) {
   const auto state = std::make_shared<ControlState>();
   Pair hub = connected();
@@ -47,16 +47,16 @@ TEST(ControlLoopTest, AnEndThatTheParentTellsBeforeTheTreeIsEnteredIsHeard) {
   ASSERT_TRUE(loop.follow_parent(std::move(parent.near), 1,
                                  std::chrono::steady_clock::now() + milliseconds(5'000)));
   write_frame(parent.far, FrameType::kFail, end_by_loss(0, 4, "end of file").encode());
-  std::this_thread::sleep_for(milliseconds(100));  // it has been read
+  std::this_thread::sleep_for(milliseconds(100));  // the frame has been read
   loop.enter_tree(ControlTree({"a", "b", "b", "b"}, 2));
   std::this_thread::sleep_for(milliseconds(100));
-  hub.far.reset();  // no news: it may be that rank 0 has heard of the move
+  hub.far.reset();  // tells nothing: rank 0 may only have heard of the move
   const auto end = std::chrono::steady_clock::now() + milliseconds(2'000);
   while (!state->failed() && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(milliseconds(10));
   }
   EXPECT_TRUE(state->failed()) << "within 2 s";
-  parent.far.reset();  // the parent's process raises, and leaves
+  parent.far.reset();  // the parent's process raises an error and exits
   for (int i = 0; i < 200 && !state->failed(); ++i) {
     std::this_thread::sleep_for(milliseconds(10));
   }
@@ -64,7 +64,8 @@ TEST(ControlLoopTest, AnEndThatTheParentTellsBeforeTheTreeIsEnteredIsHeard) {
   EXPECT_THAT(state->how_it_ended()->failure.ranks, ElementsAre(0));
 }
 
-// The parent does not take it, as at its limit of open files, and the world ends meanwhile.
+// The parent does not accept the rank, as if it had reached its limit of open files, and meanwhile
+// the world ends.
 TEST(ControlLoopTest, WhoeverWaitsForItsParentHearsThatTheWorldHasEnded) {
   const auto state = std::make_shared<ControlState>();
   Pair hub = connected();
@@ -94,11 +95,11 @@ TEST(ControlLoopTest, WhoeverWaitsForItsParentSaysSoInItsBeats) {
   EXPECT_EQ(waits[0].peer, 1);
 }
 
-// Rank 0 closes the link of a relay once all below have said goodbye: no loss of rank 0.
+// Rank 0 closes a relay's link once all ranks below it have said goodbye: rank 0 is not lost.
 TEST(ControlLoopTest, ARelayThatLeavesInOrderDoesNotEndInALoss) {
   const auto state = std::make_shared<ControlState>();
   Pair hub = connected();
-  Pair door = connected();  // nobody comes
+  Pair door = connected();  // nothing connects
   ::listen(door.near.get(), 1);
   ControlLoop loop(state, {.rank = 1, .size = 4}, milliseconds(20'000));
   loop.start_as_rank(std::move(hub.near));

@@ -1,4 +1,4 @@
-// What the tests of Control share: how a rank tells what it threw, and what a message must name.
+// What the tests of Control share: how a rank reports what it threw, and what a message must name.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -59,7 +59,7 @@ inline std::vector<int> everyone_but(int rank, int size) {
   return ranks;
 }
 
-// Runs `body` and tells by exit code what it threw; the message goes to the notes.
+// Runs `body`; the exit code tells what it threw, and the notes have the message.
 inline int outcome_of(const std::function<void()>& body) {
   const auto begin = std::chrono::steady_clock::now();
   const auto noted = [&](const RankError& error, int code) {
@@ -88,7 +88,7 @@ inline bool is_refused(const std::function<void()>& call) {
   return test::caught<UsageError>(call).has_value();
 }
 
-// Members of `group` pass each other memory that tells whose it is.
+// Members of `group` pass each other memory that holds its owner's rank.
 inline bool descriptors_pass(Control& control, const std::vector<int>& group) {
   const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
   const char own = static_cast<char>('a' + control.rank());
@@ -122,7 +122,7 @@ inline double seconds_noted(const RankOutcome& outcome) {
   return -1;
 }
 
-// Longer than anything takes on a busy machine, shorter than what a test would wait for otherwise.
+// Longer than anything takes on a busy machine, shorter than a hang.
 inline constexpr double kHangSeconds = 15;
 
 inline std::vector<std::string> blamed_in(std::vector<std::string> lines) {
@@ -130,8 +130,8 @@ inline std::vector<std::string> blamed_in(std::vector<std::string> lines) {
   return lines;
 }
 
-// The ranks raised the expected error, with everything that a message must name, and blamed none
-// but those named at fault, if any are.
+// The ranks raised the expected error, with everything that the message must name. They blamed the
+// ranks named at fault and no others, if any are named.
 inline void expect_failure(const std::vector<RankOutcome>& outcomes, const std::vector<int>& ranks,
                            int code, const std::vector<std::string>& named) {
   for (const int rank : ranks) {
@@ -149,8 +149,7 @@ inline void expect_failure(const std::vector<RankOutcome>& outcomes, const std::
   }
 }
 
-// Of a process: whether its I/O thread runs, and all its threads but the one that asks wait for
-// something.
+// Whether the process has an I/O thread and all its threads but the calling one are asleep.
 inline bool io_is_asleep(pid_t pid) {
   const std::string own = std::to_string(::gettid());
   bool has_io_thread = false;
@@ -167,8 +166,8 @@ inline bool io_is_asleep(pid_t pid) {
   return has_io_thread;
 }
 
-// Until the ranks' I/O threads, which run from the moment that a rank has a connection, have done
-// all that there was to do. Name rank 0 last: it hears the others.
+// Waits until the I/O threads of these ranks have nothing left to do. An I/O thread runs from the
+// moment its rank has a connection. Name rank 0 last, as it hears from the others.
 inline bool wait_until_connected(const ProcessRanks& ranks, const std::vector<int>& named) {
   for (const int rank : named) {
     constexpr int kLooks = 3;
@@ -182,7 +181,7 @@ inline bool wait_until_connected(const ProcessRanks& ranks, const std::vector<in
   return true;
 }
 
-// Ranks 0 to 2 of 4 meet, rank 3 keeps the rendezvous open, and the victim is killed in it.
+// Ranks 0 to 2 of 4 meet, rank 3 keeps the rendezvous open, and the victim is killed meanwhile.
 inline void expect_a_joined_rank_named_when_killed(const ProcessOptions& options, int victim) {
   ProcessRanks ranks(4, options, [](int rank) {
     while (rank == 3) ::pause();
@@ -198,7 +197,7 @@ inline void expect_a_joined_rank_named_when_killed(const ProcessOptions& options
                   "at fault " + std::to_string(victim)});
 }
 
-// Nothing may be left in the runtime directory.
+// Checks that nothing is left in the runtime directory.
 class ControlTest : public ::testing::Test {
  protected:
   void TearDown() override { EXPECT_THAT(runtime_.leftovers(), ::testing::IsEmpty()); }

@@ -1,4 +1,4 @@
-// A relay by itself: what goes up, when, and to whom what comes back.
+// A relay by itself: what it passes up, when, and to which ranks it passes what comes back.
 #include "hsdp/comm/control/control_relay.h"
 
 #include <gmock/gmock.h>
@@ -46,13 +46,13 @@ class ControlRelayTest : public testing::Test {
                           while_open};
     relay_.handle(rank, FrameType::kPost, frame.encode());
   }
-  // By a relay below.
+  // Said by a relay below.
   void say_merged(int from, const std::vector<int>& ranks, const std::vector<int>& members) {
     MergedFrame frame{group_id(members), "key", false, ranks, {}};
     for (const int rank : ranks) frame.agreement.add(rank, message_to_all("hello"));
     relay_.handle(from, FrameType::kMerged, frame.encode());
   }
-  // Who speaks in the last frame that went up.
+  // The rank that speaks in the last frame passed up.
   [[nodiscard]] std::vector<int> spoke() const {
     const auto frame = MergedFrame::decode(up_.body(up_.frames.size() - 1));
     return frame ? frame->ranks : std::vector<int>{};
@@ -100,7 +100,7 @@ TEST_F(ControlRelayTest, AnswersAGroupOfItsHostItself) {
   EXPECT_THAT(answer->agreement->messages(group), ElementsAre("of 1", "of 4", "hello"));
 }
 
-// So that rank 0 knows who has not come.
+// That tells rank 0 which ranks have not come.
 TEST_F(ControlRelayTest, PassesOnWhatThereIsWhenSomebodyIsLate) {
   enter();
   const std::vector<int> group{1, 4, 6};
@@ -119,7 +119,7 @@ TEST_F(ControlRelayTest, PassesOnWhatThereIsWhenSomebodyIsLate) {
   EXPECT_THAT(four_->types(), testing::Contains(FrameType::kAnswer));
 }
 
-// Else rank 0 would take it for one that left without a word.
+// Otherwise rank 0 would think that the rank left silently.
 TEST_F(ControlRelayTest, PassesOnWhatARankHasSaidBeforeItsGoodbye) {
   enter();
   for (const int rank : {3, 4}) {
@@ -130,7 +130,7 @@ TEST_F(ControlRelayTest, PassesOnWhatARankHasSaidBeforeItsGoodbye) {
   EXPECT_THAT(up_.types(), ElementsAre(FrameType::kGroup, FrameType::kMerged, FrameType::kRelayed));
 }
 
-// A member that has closed its world would be waited for in vain.
+// Ranks would wait in vain for a member that has closed its world.
 TEST_F(ControlRelayTest, PassesOnAtOnceWhatIsSaidWhileOpen) {
   enter();
   name(4, everyone_);
@@ -151,7 +151,7 @@ TEST_F(ControlRelayTest, KeepsWhatIsSaidUntilItEntersTheTree) {
   EXPECT_THAT(spoke(), ElementsAre(1, 3, 4, 5, 6));
 }
 
-// Rank 4 has connected too late, and speaks to rank 0 itself.
+// Rank 4 has connected too late and speaks to rank 0 directly.
 TEST_F(ControlRelayTest, LetsGoOfAChildThatIsNotInTheTree) {
   ControlTree without_four = tree();
   without_four.cut(4);
@@ -159,7 +159,7 @@ TEST_F(ControlRelayTest, LetsGoOfAChildThatIsNotInTheTree) {
   EXPECT_FALSE(four_->is_open);
   relay_.child_ended(4);
   EXPECT_THAT(up_.frames, IsEmpty());
-  EXPECT_FALSE(relay_.all_closed());  // rank 3 is there
+  EXPECT_FALSE(relay_.all_closed());  // rank 3 is still there
 }
 
 TEST_F(ControlRelayTest, TellsThoseBelowItselfAndOthersThroughItsParent) {
@@ -225,7 +225,7 @@ TEST_F(ControlRelayTest, TakesNothingThatCannotBe) {
   EXPECT_THAT(last_end(), HasSubstr("malformed message from rank 4"));
 }
 
-// Rank 0 has closed that child's own link, as it said that it speaks through this rank.
+// Rank 0 has closed the child's direct link, as the child said that it speaks through this rank.
 TEST(ControlRelayEntryTest, AChildThatEndsBeforeItsParentEntersTheTreeIsReported) {
   Sent up;
   ControlRelay relay(

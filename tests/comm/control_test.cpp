@@ -40,7 +40,7 @@ TEST_F(ControlTest, GroupsWithoutRankZeroExchangeToo) {
   expect_all_ok(run_processes(4, {}, [](int rank) {
     const auto control = connect(milliseconds(20'000));
     const std::vector<int> group = rank % 2 == 0 ? std::vector<int>{0, 2} : std::vector<int>{1, 3};
-    // Posted long before it is collected, and a message of some size with zero bytes in it.
+    // Posts a message long before it is collected; the message is large and all zero bytes.
     const std::string message(1 << 20, '\0');
     control->post("late", group, message_to_all(message + std::to_string(rank)));
     const auto early = control->exchange("early", group, std::to_string(rank), {"test"});
@@ -78,7 +78,8 @@ TEST_F(ControlTest, WhatARankTellsAnotherArrivesInOrderThereAndNowhereElse) {
                heard.rbegin()->second.size() >= kMessages;
       });
     }
-    // All have come, and the answer to this would come behind whatever else was sent.
+    // All messages have come, and the answer to this exchange would come after any that were sent
+    // later.
     static_cast<void>(control->exchange("all heard", everyone(3), "", {"test"}));
     listening.reset();
     for (const auto& [from, messages] : heard) {
@@ -91,14 +92,14 @@ TEST_F(ControlTest, WhatARankTellsAnotherArrivesInOrderThereAndNowhereElse) {
     for (const int nobody : {rank, -1, 3}) {
       if (!is_refused([&] { control->tell(nobody, "topic", ""); })) return 3;
     }
-    // A relay needs room for whose it is.
+    // A relay needs room for the sender's rank.
     const std::string longest(kMaxFrameBytes - 32, 'x');
     if (!is_refused([&] { control->tell((rank + 1) % 3, "topic", longest); })) return 4;
     return 0;
   }));
 }
 
-// On each link what one end has sent the other one has received, to the byte.
+// On each link, one end has received to the byte what the other has sent.
 TEST_F(ControlTest, CountsWhatGoesOverEachLink) {
   constexpr int kSize = 4;
   constexpr int kRounds = 5;
@@ -123,7 +124,7 @@ TEST_F(ControlTest, CountsWhatGoesOverEachLink) {
       if (bytes < kRounds * 1000 || bytes > kRounds * 1100) return 2;
     }
     for (const ControlLinkStats& link : control->links()) {
-      // What rank 0 has received so far may be more already: others go on.
+      // Rank 0 may have received more by now, as the other ranks continue.
       const std::int64_t to_peer = rank == 0 ? link.sent_bytes : link.received_bytes;
       const std::int64_t count = rank == 0 ? link.sent_count : link.received_count;
       note(std::to_string(std::max(rank, link.peer)) + ": " + std::to_string(count) + " in " +
@@ -177,7 +178,7 @@ TEST_F(ControlTest, MisuseIsAnErrorAtOnce) {
     }
     const std::string huge(33U << 20U, 'x');
     if (!is_refused([&] { control->post("huge", everyone(2), message_to_all(huge)); })) return 3;
-    // The largest that fits, after all that.
+    // The largest message that fits, after all of these.
     const std::string large(30U << 20U, 'x');
     const auto answers = control->exchange("large", everyone(2), large, {"test"});
     return answers[0] == large && answers[1] == large ? 0 : 4;

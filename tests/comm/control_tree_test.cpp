@@ -1,5 +1,5 @@
 // Worlds in which most ranks speak to rank 0 through others: processes of one host, and of many
-// that this one pretends to be, as each has a user of its own.
+// hosts that this one simulates by giving each another user.
 #include "hsdp/comm/control/control_tree.h"
 
 #include <gmock/gmock.h>
@@ -31,7 +31,8 @@ class ControlTreeTest : public ControlTest {
     ControlTest::SetUp();
     if (::geteuid() != 0) GTEST_SKIP() << "to pretend to be many hosts needs root";
   }
-  // Each host's processes belong to another user, who shares no memory and no socket with others.
+  // Each host's processes belong to another user, which shares no memory and no socket with the
+  // others.
   static ProcessOptions hosts() {
     ProcessOptions options = ranks_on_hosts(free_port());
     options.environment["LOCAL_WORLD_SIZE"] = std::to_string(kPerHost);
@@ -42,7 +43,7 @@ class ControlTreeTest : public ControlTest {
       ::setenv("LOCAL_RANK", std::to_string(rank % kPerHost).c_str(), 1);
       ::unsetenv("XDG_RUNTIME_DIR");
       if (::setresuid(user, user, user) != 0) throw std::runtime_error("setresuid");
-      ::prctl(PR_SET_DUMPABLE, 1);  // else /proc/self is root's
+      ::prctl(PR_SET_DUMPABLE, 1);  // otherwise /proc/self belongs to root
       ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     };
     return options;
@@ -135,7 +136,7 @@ TEST_F(ControlTreeTest, GroupsWithinAndAcrossHostsTellAndAgree) {
     for (int round = 0; round < 20; ++round) {
       const std::string key = "round " + std::to_string(round);
       for (const auto& group : {host_of(rank), across, everyone(kSize)}) {
-        // What others have said goes on without the one that is late.
+        // What the other ranks have said is passed on without the rank that is late.
         if (round % 7 == 6 && rank == 3 * round) std::this_thread::sleep_for(milliseconds(700));
         const Agreement all = agree(*control, key, group, {.sum = {rank}, .most = {-rank}});
         std::int64_t sum = 0;
@@ -159,7 +160,7 @@ struct Kill {
   std::vector<int> ranks;
 };
 
-// HSDP_SEEDS asks for so many kills of each kind, among 256.
+// HSDP_SEEDS asks for that many kills of each kind, among 256 ranks.
 TEST_F(ControlTreeTest, WhoIsKilledIsNamedByEverySurvivor) {
   const char* const asked = std::getenv("HSDP_SEEDS");
   const int size = asked != nullptr ? 256 : 40;
@@ -212,7 +213,7 @@ TEST_F(ControlTreeTest, ALeaderThatStopsIsNamedAndNotThoseBelowIt) {
   expect_failure(ranks.finish(), everyone_but(16, kSize), kTimedOut, {"at fault 16"});
 }
 
-// Those who speak through it can say nothing any more, and are told why; others go on.
+// The ranks that speak through it are cut off and are told why; the others continue.
 TEST_F(ControlTreeTest, ALeaderThatClosesEarlyIsNamedByThoseWhoNeedIt) {
   constexpr int kSize = 40;
   const auto outcomes = run_processes(kSize, hosts(), [](int rank) {

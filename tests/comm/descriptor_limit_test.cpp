@@ -1,4 +1,5 @@
-// Ranks that reach their limit of open files while they join: waited out, or named.
+// Ranks that reach their limit of open files while they join: the others wait, or the error names
+// them.
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -28,7 +29,7 @@ constexpr milliseconds kAMoment{300};
 constexpr milliseconds kShort{3'000};
 constexpr milliseconds kLong{20'000};
 
-// All descriptors of this process up to a low limit, but for `spare` of them.
+// Takes all descriptors of this process up to a low limit, except `spare` of them.
 class FullTable {
  public:
   explicit FullTable(std::size_t spare = 0) {
@@ -41,7 +42,7 @@ class FullTable {
     if (errno != EMFILE) throw std::runtime_error("dup");
     for (; spare > 0; --spare) taken_.pop_back();
   }
-  // Frees all of them a moment later, on a thread.
+  // Frees all of them a moment later, on another thread.
   void free_soon() {
     thread_ = std::thread([this] {
       std::this_thread::sleep_for(kAMoment);
@@ -108,7 +109,7 @@ TEST_P(DescriptorLimitTest, ARankThatGetsNoneNamesTheLimit) {
   }
 }
 
-// Rank 0 listens, and then its table is full when the others come.
+// Rank 0 listens, and its table is full when the others come.
 void fill_when_listening(const std::function<void()>& join, bool frees) {
   const auto count_threads = [] {
     return std::distance(std::filesystem::directory_iterator("/proc/self/task"), {});
@@ -117,7 +118,7 @@ void fill_when_listening(const std::function<void()>& join, bool frees) {
   std::thread filler([frees, count_threads, &counted] {
     const auto before = count_threads();
     counted.set_value();
-    while (count_threads() == before) {  // until its I/O thread runs, too
+    while (count_threads() == before) {  // until its I/O thread runs too
       std::this_thread::sleep_for(milliseconds(1));
     }
     FullTable table;
@@ -181,7 +182,7 @@ TEST_F(ControlTest, AGroupIsMadeWhenDescriptorsAreFree) {
   }
 }
 
-// Until the I/O thread neither opens nor closes anything more of the rendezvous.
+// Waits until the I/O thread has opened and closed all that the rendezvous needs.
 void settle(Control& control, int size) {
   static_cast<void>(control.exchange("settled", everyone(size), "", {"test"}));
   for (int calm_looks = 0; calm_looks < 3;) {
@@ -190,7 +191,7 @@ void settle(Control& control, int size) {
   }
 }
 
-// Descriptors that peers send wait in the socket while there is no number for them.
+// Descriptors that peers send wait in the socket while this process has no free number for them.
 TEST_F(ControlTest, APassedDescriptorIsNotLostAtTheLimit) {
   for (const int full : {0, 2}) {
     for (const bool frees : {true, false}) {
@@ -200,8 +201,8 @@ TEST_F(ControlTest, APassedDescriptorIsNotLostAtTheLimit) {
           const UniqueFd memory(::memfd_create("test", MFD_CLOEXEC));
           settle(*control, 3);
           std::optional<FullTable> table;
-          if (rank == full) table.emplace(1);  // its own copy, to pass on
-          // Nobody sends before it is full.
+          if (rank == full) table.emplace(1);  // the rank's own copy, which it passes on
+          // No rank sends before the table is full.
           static_cast<void>(control->exchange("full", everyone(3), "", {"test"}));
           if (rank == full && frees) table->free_soon();
           const auto fds = control->exchange_descriptors("fds", everyone(3), memory.get());
@@ -216,7 +217,7 @@ TEST_F(ControlTest, APassedDescriptorIsNotLostAtTheLimit) {
         continue;
       }
       for (const auto& outcome : outcomes) EXPECT_NE(outcome.exit_code, 0);
-      // At its own copy, or at what the others sent.
+      // Fails when it makes its own copy, or when it receives the others'.
       const RankOutcome& outcome = outcomes[static_cast<std::size_t>(full)];
       EXPECT_THAT(outcome.error + ::testing::PrintToString(outcome.notes), names_the_limit());
     }

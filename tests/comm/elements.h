@@ -1,4 +1,4 @@
-// Element access by dtype, and the arithmetic of the reductions written down once more, naively.
+// Element access by dtype, and the arithmetic of the reductions implemented a second time, naively.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -68,7 +68,7 @@ void expect_elements(ConstTensorView view, Value value_of) {
   }
 }
 
-// Even; one rank has all; nothing, one, most, a little.
+// Even rows; rows of which one rank has all; rows of zero, one, most and few elements.
 inline std::vector<RowCut> row_cuts(std::int64_t count, int size) {
   const auto ranks = static_cast<std::size_t>(size);
   std::vector<std::int64_t> last(ranks + 1, 0);

@@ -1,4 +1,4 @@
-// A call that goes wrong ends the world on every rank, with an error that says why, and in time.
+// A failed call ends the world on every rank, in time, with an error that says why.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -70,7 +70,7 @@ TEST_P(Failure, DifferentCountsDtypesAndTermsAreNamedBeforeAnyDataMoves) {
       {[](auto& world, auto data, bool odd) {
          data.dtype = Dtype::kU8;
          std::vector<std::uint8_t> out(120);
-         const RowCut cut({0, odd ? 30 : 40, 60, 100});  // rank 2's row is the same
+         const RowCut cut({0, odd ? 30 : 40, 60, 100});  // the same on rank 2
          world.all_to_all(data, {out.data(), 3 * cut.length(world.rank()), Dtype::kU8},
                           Stream::inline_host(), cut, {5});
        },
@@ -104,8 +104,8 @@ TEST_P(Failure, DifferentCountsDtypesAndTermsAreNamedBeforeAnyDataMoves) {
   }
 }
 
-// Which of the calls that all ranks have made twice each rank 1 makes then. 11 is call 1 with one
-// element more, and -1 call 1 as a free one.
+// All ranks have made some calls twice. Says which of them rank 1 makes next: 11 is call 1 with one
+// element more, -1 is call 1 unplanned.
 TEST_P(Failure, PlannedCallsThatDifferAreNamed) {
   const struct {
     std::vector<int> of_rank_1;
@@ -117,7 +117,7 @@ TEST_P(Failure, PlannedCallsThatDifferAreNamed) {
       {{0, 2, 1, 3}, "all_reduce of 201 f32 of bucket 1", "all_reduce of 202 f32 of bucket 2"},
       {{0, 2, 3}, "all_reduce of 201 f32 of bucket 1", "all_reduce of 202 f32 of bucket 2"},
       {{0, -1, 2, 3}, "all_reduce of 201 f32 of bucket 1", "all_reduce of 201 f32 of bucket 1"},
-      // Messages that are shorter than what says a call.
+      // Messages that are shorter than the description of a call.
       {{0, -1, 2, 3}, "all_reduce of 9 f32 of bucket 1", "all_reduce of 9 f32 of bucket 1", 8},
   };
   for (const auto& row : rows) {
@@ -166,7 +166,7 @@ TEST_P(Failure, ARankThatDoesNotComeIsNamedByAll) {
 TEST_P(Failure, TheEndOfTheChainOfWaitsIsAtFault) {
   std::latch done(3);
   run_world(shape(4, milliseconds(400)), [&](Communicator& world) {
-    // Rank r waits for r + 1 in a group of the two; 3 does nothing.
+    // Rank r waits for r + 1 in a group of those two; rank 3 does nothing.
     std::vector<Communicator> pairs;
     for (int low = 0; low < 3; ++low) {
       const bool member = world.rank() == low || world.rank() == low + 1;

@@ -97,13 +97,13 @@ INSTANTIATE_TEST_SUITE_P(Host, Group,
                          testing::Values(Path::kDirect, Path::kPrivate, Path::kTcp, Path::kMixed),
                          [](const auto& chosen) { return name(chosen.param); });
 
-// Rank 1 has nothing to wait for: rank 2 comes when 1 is done.
+// Rank 1 has nothing to wait for: rank 2 comes once rank 1 is done.
 TEST(Planned, CallsOverSocketsAreNoMeeting) {
   std::latch done(1);
   run_world({.size = 3, .path = Path::kTcp}, [&](Communicator& world) {
     const Memory in(world, Path::kTcp, 100, Dtype::kF32);
     const Memory out(world, Path::kTcp, 100, Dtype::kF32);
-    const RowCut cut({0, 100, 100, 100});  // all of it is rank 0's
+    const RowCut cut({0, 100, 100, 100});  // all of it belongs to rank 0
     const TensorView sums = out.view().slice(0, cut.length(world.rank()));
     for (const bool first : {true, false}) {
       fill(in.view(), [&](std::int64_t i) { return small_integer(world.rank(), i); });
@@ -148,7 +148,7 @@ TEST(SharedMemory, ServesEveryGroupOfTheRanksThatMapIt) {
     const SharedMemory narrow = half.allocate(10'000, Dtype::kF32);
     expect_sum(half, wide.view());
     expect_sum(half, narrow.view());
-    expect_sum(world, narrow.view());  // the other half does not map it: by messages
+    expect_sum(world, narrow.view());  // the other half does not map it, so messages carry it
     expect_sum(world, wide.view().slice(1, 9'998));
   });
 }
@@ -179,7 +179,7 @@ TEST(SharedMemory, AForkedChildThatDropsItTakesNothingFromTheParent) {
       }
       ASSERT_EQ(waitpid(child, nullptr, 0), child);
     }
-    static_cast<void>(world.allocate(1, Dtype::kF32));  // dropped at once: peers look what is left
+    static_cast<void>(world.allocate(1, Dtype::kF32));  // dropped at once
     world.barrier();
     expect_sum(world, memory.view());
   });
@@ -195,8 +195,8 @@ TEST(SharedMemory, TooLargeARequestFailsEverywhereAndHarmsNothing) {
   });
 }
 
-// One rank can back its own memory, and then none of a peer's: every rank is told, at once, also
-// those of other groups that are made in the same call and will be used together.
+// A rank can allocate its own memory but map none of a peer's. Every rank is told at once, also in
+// the other groups that are made in the same call and will be used together.
 TEST(SharedMemory, ThatOneRankCannotMapFailsEverywhereAndHarmsNothing) {
   const auto allocate = [](Communicator& world) {
     static_cast<void>(world.allocate(10, Dtype::kF32));
@@ -256,7 +256,7 @@ TEST(Misuse, BadArgumentsAreUsageErrorsAndHarmNothing) {
     std::atomic<std::uint32_t> flag{0};
     EXPECT_THROW(world.all_reduce({.data = {data.data(), 4, Dtype::kI64}, .nonfinite = &flag}),
                  UsageError);
-    EXPECT_THROW(world.reduce_scatter(f32, half), UsageError);  // overlaps
+    EXPECT_THROW(world.reduce_scatter(f32, half), UsageError);  // they overlap
     EXPECT_THROW(world.reduce_scatter(f32, out.slice(0, 49)), UsageError);
     EXPECT_THROW(world.reduce_scatter({.in = f32, .out = out, .cut = RowCut(100, 3)}), UsageError);
     EXPECT_THROW(world.reduce_scatter({.in = f32, .out = out, .cut = RowCut(99, 2)}), UsageError);
@@ -298,7 +298,7 @@ TEST(Misuse, OfTheCutOfAnAllToAllIsNamed) {
     }
     expect_error(in.slice(0, 30), in.slice(0, 30), even, "memory: expected an output apart");
     expect_error(in.slice(0, 30), in.slice(29, 30), even, "memory: expected an output apart");
-    // Bytes, and the elements of all rows together, that overflow.
+    // The bytes of one row overflow, and the elements of all rows together.
     constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() / 2;
     expect_error({data.data(), kMost, Dtype::kU8}, {data.data(), 1, Dtype::kU8},
                  RowCut({0, world.rank() == 0 ? kMost : 0, world.rank() < 2 ? kMost : 0, kMost}),
@@ -309,7 +309,7 @@ TEST(Misuse, OfTheCutOfAnAllToAllIsNamed) {
   });
 }
 
-// In a group of one nobody else would find a count whose size in bytes overflows.
+// In a group of one no other rank would notice a count whose size in bytes overflows.
 TEST(Misuse, CountsWhoseBytesOverflowAreRefused) {
   run_world({.size = 1}, [](Communicator& world) {
     float in = 1.0F;
@@ -337,7 +337,7 @@ TEST(Misuse, TwoThreadsOnOneCommunicatorAreRefused) {
       world.barrier();
       return;
     }
-    // Whichever comes first waits for rank 1, which waits until the other was refused.
+    // The thread that comes first waits for rank 1, which waits until the other thread was refused.
     run_each(2, [&](std::size_t) {
       try {
         world.barrier();

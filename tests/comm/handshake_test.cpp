@@ -82,7 +82,7 @@ TEST(HandshakeTest, TheAcceptingSideProvesNothingToAStranger) {
   EXPECT_EQ(accepting.step(), SecretProof::Step::kRefused);
 }
 
-// Sends them at the end `fd`.
+// Sends `bytes` from the end `fd`.
 auto say(const std::string& bytes) {
   return [bytes](int fd, HandshakeRole /*role*/) {
     EXPECT_EQ(::send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL), std::ssize(bytes));
@@ -104,8 +104,8 @@ void play_the_same_role(int fd, HandshakeRole role) {
   EXPECT_FALSE(prove_secret(fd, role, "secret", "c", kShort));
 }
 
-// What a side says is of no use to send it back: the classic reflection. And a peer that sends a
-// byte now and then does not stretch the deadline.
+// Sending back what a side said does not help: the classic reflection attack. A peer that sends a
+// byte now and then does not extend the deadline.
 TEST(HandshakeTest, PeersThatProveNothingAreRefusedInTime) {
   const struct {
     std::string title;

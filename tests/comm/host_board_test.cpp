@@ -1,5 +1,5 @@
-// Meetings of many ranks on a board: nobody passes before all have come, one ring wakes all, a wait
-// names who is missing, and a world that ends lets everybody go.
+// Meetings of many ranks on a board: no rank passes before all have come, one ring wakes all, a
+// wait names the missing rank, and the end of the world releases every rank.
 #include "hsdp/comm/host/host_board.h"
 
 #include <gmock/gmock.h>
@@ -29,7 +29,7 @@ using comm::WaitState;
 
 constexpr WaitState kWaiting{.operation = "all_reduce"};
 
-// Keeps the peer that the rank's last announced wait named.
+// Remembers the peer that the rank's last announced wait named.
 class RecordingControl : public StageControl {
  public:
   explicit RecordingControl(std::shared_ptr<comm::Control> inner)
@@ -44,7 +44,7 @@ class RecordingControl : public StageControl {
   std::atomic<int> awaited_{-2};
 };
 
-// The boards of one group; each is for one thread.
+// The boards of one group, each used by one thread.
 class Boards {
  public:
   // World ranks are group ranks plus `first_rank`.
@@ -80,8 +80,8 @@ class Meetings : public testing::TestWithParam<int> {
   Boards boards_{static_cast<std::size_t>(GetParam())};
 };
 
-// What a rank wrote before it came, all others read after they met: plain memory, so that
-// ThreadSanitizer judges the order too.
+// After a meeting every rank reads what another one wrote before it. The memory is plain, so that
+// ThreadSanitizer checks the order too.
 TEST_P(Meetings, NobodyPassesBeforeAllHaveCome) {
   const int rounds = 2'000;
   std::vector<int> written(boards_.size());
@@ -114,7 +114,7 @@ TEST_P(Meetings, EveryPostIsReadByAllHoweverFastTheNextFollows) {
   });
 }
 
-// As in a broadcast: only one rank waits for the end, the others may be in the next call already.
+// As in a broadcast: only one rank waits for the end; the others may already be in the next call.
 TEST_P(Meetings, AnEndIsAwaitedByWhoNeedsItOnly) {
   const int rounds = 1'000;
   std::vector<int> done(boards_.size());
@@ -147,7 +147,7 @@ TEST_P(Meetings, WhatIsNotFiniteIsKnownToAllInItsOwnCallOnly) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Meetings, testing::Values(2, 3, 17, 64));
 
-// Each rank comes when all before it sleep; each time the last one rings once, and nobody else.
+// Each rank comes once all ranks before it sleep. Each time only the last one rings, and only once.
 TEST(Waking, OneRingWakesAllAndOnlyTheLastOneRings) {
   Boards boards(24);
   std::barrier between(static_cast<std::ptrdiff_t>(boards.size()));
@@ -178,7 +178,7 @@ TEST(Waking, ASleeperNamesWhoIsMissing) {
     for (std::size_t late = 0; late < boards.size(); ++late) {
       const auto end = std::chrono::steady_clock::now() + kLimit;
       for (std::size_t r = 0; rank == late && r < boards.size(); ++r) {
-        // A sleeper looks again from time to time, and then knows who has come meanwhile.
+        // A sleeper looks again from time to time and then knows which ranks have come.
         const int named = 100 + static_cast<int>(late);
         while (r != late && boards.control(r).awaited() != named) {
           std::this_thread::yield();

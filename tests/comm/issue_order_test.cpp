@@ -1,4 +1,4 @@
-// The order in which the lanes of a group issue what all of its ranks take part in.
+// The order in which the lanes of a group issue tasks in which all its ranks take part.
 #include "hsdp/comm/issue_order.h"
 
 #include <gmock/gmock.h>
@@ -37,8 +37,8 @@ using ::testing::ElementsAre;
 
 bool never() { return false; }
 
-// The lanes of a rank, and what they issue, in its order: "second 7" is the task of place 7 of the
-// second lane.
+// The lanes of a rank, and the tasks they have issued, in order: "second 7" is the second lane's
+// task of place 7.
 class Lanes {
  public:
   static constexpr int kMost = 4;
@@ -49,11 +49,11 @@ class Lanes {
     lanes_[lane] = order_->add_issuer();
     lanes_[lane]->on_need([this, lane] { give_next(lane); });
   }
-  // Waits for what it holds.
+  // Waits for the tasks it holds.
   void remove(std::size_t lane) { lanes_[lane].reset(); }
   [[nodiscard]] IssueOrder::Issuer& operator[](std::size_t lane) { return *lanes_[lane]; }
 
-  // `meet`: what else the task does.
+  // `meet`: called in the task.
   void push(std::size_t lane, int place, bool ends_step = false,
             const std::function<void()>& meet = {}) {
     {
@@ -79,14 +79,14 @@ class Lanes {
     const std::string number = place == IssueOrder::kAfterBuckets ? "end" : std::to_string(place);
     return std::array{"first ", "second ", "third ", "fourth "}[lane] + number;
   }
-  // Waits until there are so many, and forgets them.
+  // Waits until that many have been issued, returns and forgets them.
   std::vector<std::string> take(std::size_t count) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return issued_.size() >= count; });
     awaited_ -= issued_.size();
     return std::exchange(issued_, {});
   }
-  // All that was pushed so far.
+  // The same for all that were pushed so far.
   void wait_for_all() {
     for (std::size_t lane = 0; lane < lanes_.size(); ++lane) {
       if (lanes_[lane]) wait_for(lane);
@@ -98,8 +98,8 @@ class Lanes {
   }
   void wait_for(std::size_t lane) { lanes_[lane]->stream().synchronize(); }
 
-  // So many buckets come to this lane, or gathers. From `own` on they are given at the end, or when
-  // this thread waits for another lane and they must come first.
+  // Announces that many buckets, or gathers, of this lane. Those from `own` on come at the end, or
+  // when this thread waits for another lane and they have to come first.
   void begin(std::size_t lane, int count, int own, bool of_gathers = false) {
     std::shared_ptr<void> open = of_gathers ? nullptr : lanes_[lane]->open();
     if (of_gathers) lanes_[lane]->give_here();
@@ -110,7 +110,7 @@ class Lanes {
     const std::lock_guard lock(open_mutex_);
     while (open_[lane].given < end) give_one(lane);
   }
-  // Without the end.
+  // Does not push the end.
   void finish(std::size_t lane) {
     give(lane, open_[lane].count);
     const std::lock_guard lock(open_mutex_);
@@ -152,7 +152,7 @@ class Lanes {
   std::vector<std::unique_ptr<IssueOrder::Issuer>> lanes_;
 };
 
-// What `body` returns is the same on all ranks, but for those that return nothing.
+// Checks that `body` returns the same on all ranks, except those that return nothing.
 void expect_one_order(int size,
                       const std::function<std::vector<std::string>(Communicator&)>& body) {
   std::vector<std::vector<std::string>> orders(static_cast<std::size_t>(size));
@@ -164,7 +164,7 @@ void expect_one_order(int size,
   EXPECT_THAT(orders, Each(orders.back()));
 }
 
-// Counts the messages by which lanes agree.
+// Counts the messages with which lanes agree.
 class CountingControl : public StageControl {
  public:
   CountingControl(std::shared_ptr<comm::Control> inner, std::atomic<int>& count)
@@ -183,7 +183,7 @@ class CountingControl : public StageControl {
   std::atomic<int>& count_;
 };
 
-// run_ranks() that returns how many such messages each rank sent.
+// As run_ranks(); returns how many such messages each rank sent.
 std::vector<int> count_messages(int size, const RankBody& body) {
   const auto controls = comm::in_process_control(size, std::chrono::seconds(30));
   std::vector<std::atomic<int>> counts(controls.size());
@@ -195,8 +195,8 @@ std::vector<int> count_messages(int size, const RankBody& body) {
   return {counts.begin(), counts.end()};
 }
 
-// Rank 0 issued three buckets of its only lane before the second came; on rank 1 they come later
-// than a bucket of the second lane, whose place is lower.
+// Rank 0 issues three buckets of its only lane before the second lane is added. On rank 1 they come
+// later than a bucket of the second lane, which has a lower place.
 TEST(IssueOrder, WhatAnotherRankIssuedComesBeforeANewLane) {
   run_ranks(2, [](Communicator& world) {
     Lanes lanes(world, 1);
@@ -217,8 +217,8 @@ TEST(IssueOrder, WhatAnotherRankIssuedComesBeforeANewLane) {
   });
 }
 
-// Rank 2 needs a task of all ranks, which the others have not issued yet when they add a lane,
-// before it does so itself.
+// Before it adds a lane, rank 2 needs a task of all ranks that the others have not issued yet when
+// they add it.
 TEST(IssueOrder, ARankMayNeedTheOthersBeforeItAddsALane) {
   for (const std::size_t lane_count : {1U, 2U}) {
     std::latch together(3);
@@ -240,8 +240,8 @@ TEST(IssueOrder, ARankMayNeedTheOthersBeforeItAddsALane) {
   }
 }
 
-// Rank 1 asks what comes next when rank 0 has nothing yet; a lane comes, and rank 0 names it before
-// rank 1 may have noticed that it is there.
+// Rank 1 asks what comes next when rank 0 has nothing yet. A lane is added, and rank 0 names it,
+// perhaps before rank 1 has noticed the lane.
 TEST(IssueOrder, TheFirstRankMayNameALaneAsSoonAsItHasIt) {
   constexpr int kRepeats = 300;
   run_ranks(2, [](Communicator& world) {
@@ -262,8 +262,8 @@ TEST(IssueOrder, TheFirstRankMayNameALaneAsSoonAsItHasIt) {
   });
 }
 
-// Rounds of two lanes, in which another rank each time decides by its waits who comes first: a lane
-// that is not ready there does not hold up the other, though its place is lower.
+// Rounds of two lanes. In each, another rank's waits decide which lane comes first: a lane that is
+// not ready there does not hold up the other one, although its place is lower.
 TEST(IssueOrder, LanesMayTakeTurnsAsAnyRankNeeds) {
   run_ranks(3, [](Communicator& world) {
     Lanes lanes(world, 2);
@@ -284,7 +284,7 @@ TEST(IssueOrder, LanesMayTakeTurnsAsAnyRankNeeds) {
   });
 }
 
-// The first rank is another one than the world's, and ranks do not ascend.
+// The first rank is not the world's first, and the ranks are not in ascending order.
 TEST(IssueOrder, AGroupMayHaveItsOwnOrderOfRanks) {
   expect_one_order(4, [](Communicator& world) -> std::vector<std::string> {
     const Communicator group = world.split(world.rank() == 0 ? -1 : 0, -world.rank());
@@ -298,8 +298,8 @@ TEST(IssueOrder, AGroupMayHaveItsOwnOrderOfRanks) {
   });
 }
 
-// Everything is there on every rank before a turn is given. What a rank may wait for comes before
-// all that was pushed after it.
+// Every rank has all tasks before a turn is given. A task that a rank may wait for comes before all
+// tasks pushed after it.
 TEST(IssueOrder, ReadyTasksGoByPlaceThenByLaneInOneMessage) {
   constexpr int kBuckets = 20;
   std::vector<std::string> in_order;
@@ -310,7 +310,7 @@ TEST(IssueOrder, ReadyTasksGoByPlaceThenByLaneInOneMessage) {
   std::latch pushed(3);
   const auto counts = count_messages(3, [&](Communicator& world) {
     Lanes lanes(world, 2);
-    lanes[0].stream().run([&] { pushed.wait(); });  // on the thread that issues
+    lanes[0].stream().run([&] { pushed.wait(); });  // on the issuing thread
     for (const std::size_t lane : {1U, 0U}) lanes.push_buckets(lane, 0, kBuckets);
     for (const std::size_t lane : {1U, 0U}) lanes.push_end(lane);
     lanes.push(1, 0);
@@ -344,8 +344,8 @@ TEST(IssueOrder, ALaneMayGoWhileOthersRun) {
   });
 }
 
-// The first task makes the ranks drop what they have of the next step: one rank has some of it,
-// another none, and what comes after that is for all again.
+// The first task makes the ranks drop the tasks they have of the next step. One rank has some of
+// these, another none; later tasks run on all ranks again.
 TEST(IssueOrder, TasksThatAreSkippedCountOnNoRank) {
   expect_one_order(3, [](Communicator& world) {
     Lanes lanes(world, 2);
@@ -378,7 +378,7 @@ TEST(IssueOrder, StepsThatRepeatThemselvesSendNothing) {
   constexpr int kSize = 3;
   const auto controls = comm::in_process_control(kSize, std::chrono::seconds(30));
   std::array<std::atomic<int>, kSize> counts{};
-  std::array<std::array<int, 2>, kSize> sent{};  // until step 200, and until the end
+  std::array<std::array<int, 2>, kSize> sent{};  // by step 200, and by the end
   std::latch done(kSize);
   run_each(kSize, [&](std::size_t r) {
     Communicator world = comm::host_world(std::make_shared<CountingControl>(controls[r], counts[r]),
@@ -390,12 +390,12 @@ TEST(IssueOrder, StepsThatRepeatThemselvesSendNothing) {
       if (step == 200) sent[r][0] = counts[r];
     }
     sent[r][1] = counts[r];
-    done.arrive_and_wait();  // a rank whose lanes go says so
+    done.arrive_and_wait();  // a rank that removes its lanes tells the others
   });
   for (const auto& [early, late] : sent) EXPECT_EQ(early, late);
 }
 
-// By holes, by a lane that comes, and by one that goes.
+// A missing bucket, a lane that is added, and one that is removed each end the record.
 TEST(IssueOrder, ARecordEndsOnAllRanksWhereItDoesNotHold) {
   expect_one_order(3, [](Communicator& world) {
     Lanes lanes(world, 2);
@@ -410,8 +410,8 @@ TEST(IssueOrder, ARecordEndsOnAllRanksWhereItDoesNotHold) {
   });
 }
 
-// One rank alone waits for the end of a step that leaves a lane out. The others are far ahead then:
-// that lane's tasks of the next step must not be taken for those of this one.
+// One rank alone waits for the end of a step that leaves a lane out. The other ranks are far ahead
+// by then: that lane's tasks of the next step must not be taken for tasks of this one.
 TEST(IssueOrder, AStepThatLeavesALaneOutEndsBeforeTheNextOne) {
   expect_one_order(3, [](Communicator& world) {
     Lanes lanes(world, 2);
@@ -425,8 +425,8 @@ TEST(IssueOrder, AStepThatLeavesALaneOutEndsBeforeTheNextOne) {
   });
 }
 
-// Two lanes that end steps, one after the other, as two Reducers do. Now and then one rank alone
-// waits for either end.
+// Two lanes that end steps one after the other, as two Reducers do. Now and then one rank alone
+// waits for one of the ends.
 TEST(IssueOrder, ARankMayWaitForEitherEndOfAStep) {
   expect_one_order(3, [](Communicator& world) {
     Lanes lanes(world, 2);
@@ -442,8 +442,8 @@ TEST(IssueOrder, ARankMayWaitForEitherEndOfAStep) {
   });
 }
 
-// One rank alone waits for a task that steps have now and then, before it goes on with the next
-// gather. The others have both when their thread comes to look, and are ahead.
+// One rank alone waits for a task that only some steps have, before it continues with the next
+// gather. The other ranks have both tasks when their thread looks, and are ahead.
 TEST(IssueOrder, ARankMayWaitForWhatOnlySomeStepsHave) {
   expect_one_order(3, [](Communicator& world) {
     Lanes lanes(world, 2);
@@ -465,7 +465,7 @@ TEST(IssueOrder, ARankMayWaitForWhatOnlySomeStepsHave) {
   });
 }
 
-// A bucket that is a hole on one rank comes after another lane's end there, for which all wait.
+// On one rank a bucket is missing until the end of another lane, for which all ranks wait.
 TEST(IssueOrder, ALateBucketHoldsUpNoOtherLane) {
   expect_one_order(3, [](Communicator& world) {
     Lanes lanes(world, 2);
@@ -484,8 +484,8 @@ TEST(IssueOrder, ALateBucketHoldsUpNoOtherLane) {
   });
 }
 
-// In each step a gather comes between buckets, and all has been issued before the microbatch ends.
-// Now and then one rank has the first bucket late.
+// In each step a gather comes between two buckets, and everything has been issued before the
+// microbatch ends. Now and then one rank has the first bucket late.
 TEST(IssueOrder, AGatherMayComeBetweenBuckets) {
   expect_one_order(3, [](Communicator& world) {
     Lanes lanes(world, 2);
@@ -509,8 +509,7 @@ TEST(IssueOrder, AGatherMayComeBetweenBuckets) {
   });
 }
 
-// The end of a microbatch on the ranks that have not dropped its step, as a rank that has hears of
-// it.
+// Tells a rank that has dropped a step when the other ranks have ended its microbatch.
 class Words {
  public:
   void say(int block) {
@@ -529,7 +528,8 @@ class Words {
   std::map<int, int> said_;
 };
 
-// What a rank still owes the others of a step that it has dropped, from another thread.
+// The tasks that a rank still owes the others for a step it has dropped; another thread pushes
+// them.
 class LateTasks {
  public:
   LateTasks(Lanes& lanes, Words& words) : lanes_(lanes), words_(words) {}
@@ -541,7 +541,7 @@ class LateTasks {
       lanes_.push_end(lane);
     });
   }
-  // Before that rank uses the lane again.
+  // Called before that rank uses the lane again.
   void finish(std::size_t lane) { threads_[lane] = {}; }
   void finish_all() { threads_ = {}; }
 
@@ -551,8 +551,8 @@ class LateTasks {
   std::array<std::jthread, Lanes::kMost> threads_;
 };
 
-// One rank drops a step that leaves out the gather, and goes on with the next step's. Another one
-// waits for that step's end first.
+// One rank drops a step, leaves out its gather, and continues with the next step's gather. Another
+// rank waits for the end of the dropped step first.
 TEST(IssueOrder, WhatARankDropsComesBeforeWhatItGoesOnWith) {
   Words words;
   expect_one_order(3, [&](Communicator& world) {
@@ -577,7 +577,7 @@ TEST(IssueOrder, WhatARankDropsComesBeforeWhatItGoesOnWith) {
   });
 }
 
-// It may owe them for long, while steps of another lane repeat themselves.
+// The rank may owe tasks for a long time, while steps of another lane repeat.
 TEST(IssueOrder, ARankThatOwesTasksTakesNoRecordedTurn) {
   Words words;
   expect_one_order(3, [&](Communicator& world) {
@@ -591,7 +591,7 @@ TEST(IssueOrder, ARankThatOwesTasksTakesNoRecordedTurn) {
       if (step % 12 < 10) lanes.wait_for(2);
       if (step % 12 == 2 && world.rank() == dropper) late.begin(0, dropper, 2);
       if (step % 12 != 10 || world.rank() == dropper) continue;
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the dropper goes on
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the rank continues
       late.finish(0);
       lanes.push_buckets(0, 0, 2);
       lanes.push_end(0);
@@ -603,7 +603,7 @@ TEST(IssueOrder, ARankThatOwesTasksTakesNoRecordedTurn) {
   });
 }
 
-// One rank skips a unit, and takes part in its gather when it has seen the end of the microbatch.
+// One rank skips a unit, and takes part in its gather once it has seen the end of the microbatch.
 TEST(IssueOrder, AGatherMayComeAnywhere) {
   expect_one_order(3, [&](Communicator& world) {
     Lanes lanes(world, 2);
@@ -623,9 +623,9 @@ TEST(IssueOrder, AGatherMayComeAnywhere) {
   });
 }
 
-// A program that repeats itself and now and then changes on all ranks. Its steps are made of
-// microbatches of one lane or two, gathers between them, and gathers of units inside. A rank may
-// have buckets late, drop a step, skip a unit, and wait alone for what the others do not wait for.
+// A program that repeats and now and then changes on all ranks. Its steps consist of microbatches
+// of one lane or two, with gathers between them and gathers of units inside. A rank may have
+// buckets late, drop a step, skip a unit, and wait alone.
 class RandomProgram {
  public:
   RandomProgram(Communicator& world, Words& words, std::uint64_t seed)
@@ -721,7 +721,7 @@ class RandomProgram {
     }
   }
 
-  // The ranks exchange something in it.
+  // In this task the ranks exchange data.
   void norm(std::size_t lane) {
     const auto meet = [&words = words_, number = --norm_] {
       words.say(number);
@@ -758,9 +758,10 @@ class RandomProgram {
     may_wait_for(block.lane);
   }
 
-  // Who skips units takes part in their gathers at the microbatch's end. Gradients come after the
-  // gather of their unit; where nobody waits for that, a rank may read what is reduced first. Where
-  // first buckets meet, a rank may need a unit once more before it has any.
+  // A rank that skips units takes part in their gathers at the end of the microbatch. Gradients
+  // come after the gather of their unit; where no rank waits for the gather, a rank may read the
+  // reduced result first. Where first buckets meet, a rank may need one more unit before it has any
+  // bucket.
   void units(const Block& block) {
     const bool may_need_more = meets_ && chance(common_, 4);
     const bool needs_more = may_need_more && chance(own_, 2);
@@ -788,7 +789,7 @@ class RandomProgram {
     lanes_.finish(block.other);
   }
 
-  // How many buckets are not late.
+  // The number of buckets that are not late.
   int early_count(int buckets) { return !chance(own_, 3) ? buckets : below(own_, buckets + 1); }
   void may_wait_for(std::size_t lane) {
     if (chance(own_, 4)) lanes_.wait_for(lane);
@@ -808,7 +809,7 @@ class RandomProgram {
   int norm_ = 0;
 };
 
-// A step that a record has cost is enough: the next one comes after a thousand equal steps.
+// One wrong record is enough: the next record begins after a thousand equal steps.
 TEST(IssueOrder, ARecordThatCostAStepDoesNotComeAgainSoon) {
   constexpr int kSize = 3;
   for (const int who : {0, 2}) {
@@ -828,7 +829,7 @@ TEST(IssueOrder, ARecordThatCostAStepDoesNotComeAgainSoon) {
         return counts[r].load();
       };
       run(20);
-      together.arrive_and_wait();  // no rank is ahead of the end of the record
+      together.arrive_and_wait();  // no rank is past the end of the record
       if (world.rank() == who) {
         lanes[0].distrust();
         lanes[0].stop_repeating();
@@ -839,7 +840,7 @@ TEST(IssueOrder, ARecordThatCostAStepDoesNotComeAgainSoon) {
       sent[r][0] = run(900) - before;
       sent[r][1] = run(500);
       sent[r][2] = run(200);
-      together.arrive_and_wait();  // a rank whose lanes go says so
+      together.arrive_and_wait();  // a rank that removes its lanes tells the others
     });
     for (const auto& [asked, early, late] : sent) {
       EXPECT_GE(asked, 900);
@@ -848,8 +849,8 @@ TEST(IssueOrder, ARecordThatCostAStepDoesNotComeAgainSoon) {
   }
 }
 
-// The first bucket of a microbatch waits for all ranks, and one needs a gather before it that no
-// record has: the others would have sent that bucket, and cannot take it back.
+// The first bucket of a microbatch waits for all ranks. One rank needs a gather before it that no
+// record has: otherwise the other ranks would have sent the bucket and could not take it back.
 TEST(IssueOrder, AGatherThatNoRecordHasMayComeBeforeAFirstBucket) {
   expect_one_order(3, [&](Communicator& world) {
     Lanes lanes(world, 2);
@@ -870,7 +871,7 @@ TEST(IssueOrder, AGatherThatNoRecordHasMayComeBeforeAFirstBucket) {
   });
 }
 
-// Most with a patience that is too short: then ranks stop when others are ahead of them.
+// Mostly with too short a patience, so that ranks stop the record when others are ahead of them.
 TEST(IssueOrder, RandomProgramsHaveOneOrder) {
   const int count =
       std::getenv("HSDP_SEEDS") != nullptr ? std::atoi(std::getenv("HSDP_SEEDS")) : 300;
@@ -893,7 +894,7 @@ TEST(IssueOrder, ATaskThatARankNeverHasIsATimeoutThatNamesThatRank) {
       Lanes lanes(world, 2);
       if (world.rank() != absent) {
         lanes.push(1, 3);
-        // Issued all the same: what it calls tells of the failure.
+        // It is issued all the same: the calls it makes report the failure.
         EXPECT_THAT(lanes.take(1), ElementsAre("second 3"));
       }
       const comm::Control& control = world.engine()->control();

@@ -1,4 +1,4 @@
-// 64 processes on one host, many more than it may have cores.
+// 64 processes on one host, usually more than it has cores.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <linux/capability.h>
@@ -25,7 +25,7 @@ constexpr int kRanks = 64;
 constexpr std::chrono::seconds kDeadline{120};
 constexpr std::chrono::seconds kTimeout{60};
 
-// A user's process: root may have more descriptors in flight between processes than its limit.
+// As a user's process: root may have more descriptors in flight between processes than the limit.
 void drop_capabilities() {
   __user_cap_header_struct header{_LINUX_CAPABILITY_VERSION_3, 0};
   __user_cap_data_struct none[2] = {};
@@ -44,11 +44,11 @@ ProcessOptions with_descriptors(rlim_t limit) {
 
 std::size_t open_descriptors() {
   const std::filesystem::directory_iterator descriptors("/proc/self/fd");
-  // Without the one that reads the directory.
+  // Not counting the descriptor that reads the directory.
   return static_cast<std::size_t>(std::distance(begin(descriptors), end(descriptors))) - 1;
 }
 
-// Small integers: every sum is exact.
+// Small integers, so that every sum is exact.
 float value(int rank, int round, std::size_t index) {
   return static_cast<float>((static_cast<std::size_t>(rank * 7 + round) + index) % 32);
 }
@@ -62,7 +62,7 @@ void expect_sum_in(Communicator& group) {
       throw std::runtime_error("wrong sum");
     }
   }
-  // Rings are made when a copy of private memory first needs them.
+  // Rings are made when private memory is first copied.
   std::vector<float> all(static_cast<std::size_t>(group.size()));
   const auto own = static_cast<float>(group.rank());
   group.all_gather(ConstTensorView(&own, 1, Dtype::kF32), TensorView{all.data(), group.size()});
@@ -87,7 +87,7 @@ void expect_step(const Mesh& mesh) {
   reducer.close();
 }
 
-// All that 64 ranks open, within a quarter of the usual limit of a user's process.
+// Everything that 64 ranks open stays within a quarter of a user's usual limit.
 TEST(LargeHost, AMeshItsGroupsAndAStepTakeFewDescriptors) {
   const auto outcomes = run_processes(kRanks, with_descriptors(256), [](int rank) {
     const Mesh mesh = init_mesh({.replicate = 8, .shard = 8, .engine = "host", .timeout_s = 60.0});
@@ -96,8 +96,8 @@ TEST(LargeHost, AMeshItsGroupsAndAStepTakeFewDescriptors) {
       expect_sum_in(*group);
     }
     expect_step(mesh);
-    // A control link and a watch for each of those that speak to this rank, up to 16; rank 0 has a
-    // way to pass descriptors to each of the others. Memory that is mapped needs none.
+    // A control link and a watch for each rank that speaks to this one, up to 16. Rank 0 also has a
+    // socket for descriptors to each other rank. Mapped memory needs no descriptor.
     const std::size_t for_peers = rank < 4 ? 2 * 16 + (rank == 0 ? kRanks - 1 : 0) : 0;
     constexpr std::size_t kForItself = 16;
     const std::size_t open = open_descriptors();
@@ -109,7 +109,7 @@ TEST(LargeHost, AMeshItsGroupsAndAStepTakeFewDescriptors) {
   for (const RankOutcome& outcome : outcomes) EXPECT_THAT(outcome.notes, testing::IsEmpty());
 }
 
-// Staged reductions of several tiles, with another rank late each time.
+// Staged reductions of several tiles, each time with another rank late.
 TEST(LargeHost, SumsAreRightWhoeverIsLate) {
   const auto outcomes = run_processes(kRanks, {.deadline = kDeadline}, [](int rank) {
     Communicator world = connect_world({.engine = "host", .timeout = kTimeout});

@@ -1,4 +1,4 @@
-// What a wait waits for counts when it has come, though the world ended before the waiter saw it.
+// A wait succeeds if what it waits for has come, even if the world ended before the waiter looked.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -22,7 +22,7 @@ TEST(LastLook, AWaitReturnsWhatCameBeforeTheEnd) {
   Control& control = *controls[0];
   Bell bell{};
   Waiter waiter(bell);
-  // Comes together with the end of the world, right after the waiter looked and before it sleeps.
+  // Comes together with the end of the world, just after the waiter looked and before it sleeps.
   bool has_come = false;
   wait_until(
       control, waiter, {.operation = "barrier"},

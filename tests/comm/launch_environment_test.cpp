@@ -1,5 +1,5 @@
-// Launch detection as a table: variables in, who this process is (or which variables are wrong)
-// out.
+// Launch detection as a table: from variables to the process's rank, or to the variables that are
+// wrong.
 #include "hsdp/comm/rendezvous/launch_environment.h"
 
 #include <gmock/gmock.h>
@@ -108,7 +108,7 @@ TEST(LaunchEnvironmentTest, EveryFamilyAloneAndInsideAnother) {
       {"empty values are not set",
        {{"RANK", ""}, {"WORLD_SIZE", ""}},
        {LaunchFamily::kSingle, 0, 1, {}, {}, true}},
-      // The inner launcher wins.
+      // The inner launcher takes precedence.
       {"mpirun inside a Slurm step",
        merged(kOpenMpiMap, kSlurmMap),
        {LaunchFamily::kOpenMpi, 2, 4, 2, 4, true}},
@@ -121,7 +121,7 @@ TEST(LaunchEnvironmentTest, EveryFamilyAloneAndInsideAnother) {
       {"torchrun inside everything",
        merged(merged(kTorchrunMap, kMpichMap), kSlurmMap),
        {LaunchFamily::kTorchrun, 5, 8, 1, 4, false}},
-      // A broken set of a family that is not chosen does no harm.
+      // Incomplete variables of a launcher that is not chosen do no harm.
       {"Open MPI beside half a PMI",
        merged(kOpenMpiMap, {{"PMI_RANK", "9"}}),
        {LaunchFamily::kOpenMpi, 2, 4, 2, 4, true}},

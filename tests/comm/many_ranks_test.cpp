@@ -1,4 +1,4 @@
-// Hundreds of ranks that join at once, with strangers at the door, and that leave at once.
+// Hundreds of ranks that join at once, while strangers connect, and that leave at once.
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ class ManyRanksTest : public ControlTest {};
 
 constexpr milliseconds kLong{60'000};
 
-// Ranks wait in it until they all are there, so that they come at once.
+// Ranks wait in it until all are there, so that they come at the same moment.
 class Gate {
  public:
   Gate() {
@@ -35,7 +35,7 @@ class Gate {
   Gate& operator=(const Gate&) = delete;
   void wait() {
     note("at the gate");
-    open();  // this process' end
+    open();  // this process's end
     char byte = 0;
     static_cast<void>(::read(ends_[0], &byte, 1));
   }
@@ -67,7 +67,7 @@ int join_and_say_one_word(int size) {
   });
 }
 
-// One that fails stands for all.
+// One failure stands for all.
 void expect_none_lost(const std::vector<RankOutcome>& outcomes) {
   const auto lost = std::ranges::find_if_not(outcomes, &RankOutcome::ok);
   EXPECT_EQ(std::ranges::count_if(outcomes, &RankOutcome::ok), std::ssize(outcomes));
@@ -81,7 +81,7 @@ TEST_F(ManyRanksTest, FourHundredMeetAtOnce) {
   }
 }
 
-// Keeps `count` connections that say nothing, and replaces each one that is cut off.
+// Keeps `count` silent connections open, and replaces each one that is cut.
 [[noreturn]] void besiege(int port, std::size_t count) {
   std::vector<UniqueFd> strangers;
   while (strangers.size() < count) strangers.push_back(connect_to(port));
@@ -112,7 +112,7 @@ TEST_F(ManyRanksTest, SilentStrangersLoseNobody) {
   expect_none_lost(ranks.finish());
 }
 
-// What a rank waits for in its last collective has come, though peers have left since.
+// A rank's last collective has everything it waits for, although peers have left since.
 TEST_F(ManyRanksTest, NobodyReportsALostPeerWhenAllLeaveAtOnce) {
   for (const auto& [transport, size] :
        {std::pair(TransportChoice::kAuto, 128), std::pair(TransportChoice::kTcp, 32)}) {

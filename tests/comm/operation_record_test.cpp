@@ -1,4 +1,4 @@
-// The ring of operations: what it keeps, and what it says while others write.
+// The ring of operations: what it keeps, and what it returns while other threads write.
 #include "hsdp/comm/operation_record.h"
 
 #include <gtest/gtest.h>
@@ -63,7 +63,7 @@ TEST_F(Recorded, KeepsTheLastThousand) {
   for (int i = 1; i <= 1000; ++i) {
     const Operation one(operations_, {.kind = OperationKind::kWord, .step = i});
   }
-  operations_.end(first, OperationState::kFailed);  // whose place another has
+  operations_.end(first, OperationState::kFailed);  // another operation has its place
   const auto all = read();
   ASSERT_EQ(all.size(), 1000U);
   for (int i = 0; i < 1000; ++i) {
@@ -104,11 +104,11 @@ TEST_F(Recorded, ForgetsSourcesThatAreGoneWhenThereAreMany) {
   for (int i = 0; i < 200; ++i) const Operations gone(record_, {.name = "gone"});
   const auto sources = record_->read().sources;
   EXPECT_LE(sources.size(), 64U);
-  EXPECT_EQ(sources.at(0).name, "reducer 'x'");  // which is not gone
+  EXPECT_EQ(sources.at(0).name, "reducer 'x'");  // the name outlives its source
 }
 
-// Each writer's entries have one number in all their fields: a reader that sees two has seen half
-// of an entry.
+// Each writer's entries have the same number in all fields, so two numbers in one show a torn
+// entry.
 TEST_F(Recorded, IsReadWholeWhileOthersWrite) {
   std::atomic<bool> over{false};
   std::vector<std::thread> writers;

@@ -18,7 +18,7 @@ TransportChoice transport_of(Path path) {
   return path == Path::kTcp ? TransportChoice::kTcp : TransportChoice::kAuto;
 }
 
-// Every process checks its own rank, and prints what is wrong there.
+// Every process checks its own rank and prints what is wrong.
 std::vector<ContractCase> process_cases() {
   std::vector<ContractCase> cases;
   for (const int size : {2, 3, 4}) {
@@ -44,7 +44,7 @@ INSTANTIATE_TEST_SUITE_P(Processes, Contract, testing::ValuesIn(process_cases())
 
 class KilledRank : public testing::TestWithParam<Path> {};
 
-// A rank dies between, or inside, collectives that the others keep on making.
+// A rank dies between or inside collectives that the others keep making.
 TEST_P(KilledRank, IsNamedByTheOthersAtOnce) {
   ProcessRanks ranks(3, {}, [&](int /*rank*/) {
     Communicator world = connect_world({.engine = "host", .transport = transport_of(GetParam())});
@@ -66,7 +66,7 @@ INSTANTIATE_TEST_SUITE_P(Host, KilledRank,
                          testing::Values(Path::kDirect, Path::kPrivate, Path::kTcp),
                          [](const auto& chosen) { return name(chosen.param); });
 
-// Stops this process once its main thread sleeps, and its beats have told for what.
+// Stops this process once its main thread sleeps and its beats have said what it waits for.
 void stop_in_a_sleep() {
   const std::string path = "/proc/self/task/" + std::to_string(::getpid()) + "/stat";
   for (int asleep = 0; asleep < 40;) {
@@ -81,7 +81,7 @@ void stop_in_a_sleep() {
 
 class SlowRank : public testing::TestWithParam<Path> {};
 
-// A peer that did its part may leave before a slow rank has seen it: nobody is lost.
+// A peer that has done its part may leave before a slow rank has noticed: no rank is lost.
 TEST_P(SlowRank, IsNoReasonToEndTheWorldWhenAPeerLeaves) {
   ProcessRanks ranks(4, {}, [&](int rank) {
     Communicator world = connect_world({.engine = "host", .transport = transport_of(GetParam())});

@@ -1,4 +1,5 @@
-// Reports of all ranks to the first one: in turn, in parts, and however long the others take.
+// Reports of all ranks to the first one: one after the other, in parts, and however long each
+// takes.
 #include "hsdp/comm/rank_reports.h"
 
 #include <gmock/gmock.h>
@@ -19,7 +20,7 @@ constexpr std::string_view kAct = "report";
 TEST(RankReports, ReachTheFirstRankInTheGroupsOrder) {
   run_world({.size = 4}, [](Communicator& world) {
     const int color = world.rank() == 1 ? 1 : 0;
-    Communicator group = world.split(color, -world.rank());  // 3 2 0, and 1 alone
+    Communicator group = world.split(color, -world.rank());  // ranks 3 2 0, and 1 alone
     std::vector<std::int64_t> said;
     comm::report_to_first(group, group.next_exchange_key(), comm::Saying{.sum = {world.rank()}},
                           kAct, [&](int rank, const comm::Agreement& report) {
@@ -58,7 +59,7 @@ TEST(RankReports, MayHaveManyParts) {
   });
 }
 
-// Each part takes less than the timeout; all of them take longer.
+// Each part takes less than the timeout, all together take longer.
 TEST(RankReports, MayTakeLongerThanTheTimeout) {
   constexpr std::chrono::milliseconds kTimeout{1000};
   run_world({.size = 4, .timeout = kTimeout}, [&](Communicator& world) {
@@ -75,7 +76,7 @@ TEST(RankReports, MayTakeLongerThanTheTimeout) {
   });
 }
 
-// The wait for a turn ends, too.
+// A wait for one's turn also ends.
 TEST(RankReports, EndWithARankThatSaysNothing) {
   constexpr std::chrono::milliseconds kTimeout{500};
   run_world({.size = 3, .timeout = kTimeout}, [&](Communicator& world) {

@@ -1,4 +1,4 @@
-// Runs the ranks of a world as threads, over the transports that the contract tests go through.
+// Runs the ranks of a world as threads, over the transports of the contract tests.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -15,8 +15,8 @@
 
 namespace hsdp::test {
 
-// kDirect: memory from allocate. kPrivate: scratch and rings. kTcp: sockets for every pair. kMixed:
-// ranks 0-1, 2-3, ... share memory, the other pairs use sockets.
+// kDirect: memory from allocate. kPrivate: scratch and rings. kTcp: sockets between every pair.
+// kMixed: ranks 0-1, 2-3, ... share memory, other pairs use sockets.
 enum class Path { kDirect, kPrivate, kTcp, kMixed };
 
 inline std::string name(Path path) {
@@ -33,7 +33,7 @@ inline std::string name(Path path) {
   return "";
 }
 
-// One thread for each element; the first exception of any leaves here.
+// One thread for each element. Rethrows the first exception.
 inline void run_each(std::size_t count, const std::function<void(std::size_t)>& run) {
   std::vector<std::exception_ptr> errors(count);
   {
@@ -77,7 +77,7 @@ inline void run_world(const WorldShape& shape, const std::function<void(Communic
   run_each(worlds.size(), [&](std::size_t r) { run(worlds[r]); });
 }
 
-// Memory of one rank, of the kind that the path is about.
+// Memory of one rank, of the kind that the path tests.
 class Memory {
  public:
   Memory(Communicator& group, Path path, std::int64_t count, Dtype dtype) {

@@ -97,7 +97,7 @@ TEST_F(RendezvousTest, WhatADeadRankZeroLeftIsReplaced) {
   while (runtime_.leftovers().size() < 2) std::this_thread::sleep_for(milliseconds(1));
   dead.signal(0, SIGKILL);
   static_cast<void>(dead.finish());
-  EXPECT_EQ(runtime_.leftovers().size(), 2U);  // nobody is left who could have swept it
+  EXPECT_EQ(runtime_.leftovers().size(), 2U);  // no rank is left to remove it
   expect_all_ok(run_processes(2, options, [](int) { return connect()->size() == 2 ? 0 : 1; }));
 }
 

@@ -1,4 +1,4 @@
-// A link whose other end keeps what was sent.
+// A link whose other end keeps what is sent.
 #pragma once
 
 #include <string_view>

@@ -1,4 +1,4 @@
-// Clocks of several ranks, brought together.
+// Aligning the clocks of several ranks.
 #include "hsdp/comm/shared_clock.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@
 namespace hsdp::test {
 namespace {
 
-// Threads share a clock, so that what each adds to it is known.
+// Threads share a clock, so the offset that each adds is known.
 TEST(SharedClock, FindsHowFarClocksAreApart) {
   run_world({.size = 4}, [](Communicator& world) {
     const double ahead_s = 5.0 * world.rank();
@@ -23,7 +23,7 @@ TEST(SharedClock, FindsHowFarClocksAreApart) {
   });
 }
 
-// A clock that is read late says so: no rank's error is less than the truth.
+// A clock that is read late reports that: no rank's error bound is below the true error.
 TEST(SharedClock, SaysTheErrorOfASlowRank) {
   run_world({.size = 2}, [](Communicator& world) {
     const comm::ClockOffset clock = comm::measure_clock(world, world.next_exchange_key(), [&] {

@@ -1,5 +1,5 @@
-// A Control that passes everything on to another, and plays several hosts, processes or a secret on
-// the way.
+// A Control that passes everything on to another one, and on the way simulates several hosts,
+// processes or a secret.
 #pragma once
 
 #include <functional>
@@ -14,13 +14,13 @@ namespace hsdp::test {
 
 struct Stage {
   int ranks_per_host = 0;  // 0: all ranks on one host
-  bool processes = false;  // ranks that are threads map each other's memory all the same
+  bool processes = false;  // ranks that are threads map each other's memory nevertheless
   std::string secret;
-  // Sees the addresses that ranks tell each other before they connect.
+  // Called with the addresses that ranks tell each other, before they connect.
   std::function<void(const std::string& address)> on_address;
-  // What a rank tells the others in place of its address.
+  // Returns what a rank tells the others instead of its address.
   std::function<std::string(int rank, const std::string& address)> told_address;
-  // Sees them all on each rank, before it connects and listens.
+  // Called with all of them on each rank, before it connects and listens.
   std::function<void(int rank, const std::vector<std::string>& addresses)> before_connecting;
 };
 

@@ -1,5 +1,5 @@
-// How messages are cut into tiles, and what goes through several of them. The contract has the bits
-// where tiles end.
+// How messages are cut into tiles, and calls that need several tiles. The contract covers the bits
+// at the ends of tiles.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace {
 using comm::ElementRun;
 using comm::TilePlan;
 
-// The most elements that one tile of a small group holds, by asking.
+// Finds the largest number of elements that one tile of a small group holds.
 std::int64_t elements_per_tile(Dtype dtype) {
   std::int64_t low = 1;
   std::int64_t high = std::int64_t{1} << 30;
@@ -91,7 +91,7 @@ class Staged : public testing::TestWithParam<int> {
   }
 };
 
-// Only the last tile of one slice is not finite, and only some ranks ask.
+// Only the last tile of one slice is non-finite, and only some ranks ask.
 TEST_P(Staged, NonfiniteTotalsOfAnyTileReachThoseWhoAsk) {
   run([](Communicator& world) {
     for (const Dtype wire : {Dtype::kF32, Dtype::kF16}) {

@@ -1,5 +1,5 @@
 // A process that is stopped while its peers send to it over TCP is late, not lost: its full window
-// must not end the connection before the timeout of the world does.
+// must not end the connection before the world's timeout.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
@@ -18,17 +18,17 @@ namespace {
 
 using testing::HasSubstr;
 
-// Longer than the 30 s after which TCP gives up a peer whose window stays closed, where it is asked
-// to.
+// Longer than the 30 s after which TCP, if configured so, gives up on a peer whose window stays
+// closed.
 constexpr std::chrono::seconds kTimeout{40};
 constexpr int kStopped = 1;
-// Of each rank to each other: more than the kernel's buffers of both ends hold.
+// From each rank to each other: more than the kernel's buffers at both ends hold.
 constexpr std::int64_t kCount = std::int64_t{64} << 20;
 
 void stop_here(int /*signal*/) { ::kill(::getpid(), SIGSTOP); }
 
-// Memory that stops the process when it is read: the ranks have agreed on the call, and the rows of
-// the others are on their way.
+// Memory that stops the process when it is read. By then the ranks have agreed on the call, and the
+// other ranks' rows are under way.
 float* memory_that_stops() {
   std::signal(SIGSEGV, stop_here);
   void* const memory = ::mmap(nullptr, static_cast<std::size_t>(kCount) * sizeof(float), PROT_NONE,
@@ -62,7 +62,7 @@ TEST(StoppedTcpPeer, IsLateAndNotLost) {
     const RankOutcome& outcome = outcomes[static_cast<std::size_t>(rank)];
     EXPECT_TRUE(outcome.ok()) << outcome.exit_code << ": " << outcome.error;
     ASSERT_EQ(outcome.notes.size(), 1U);
-    // Its silence or a wait for it reaches the timeout first.
+    // Either its silence or a wait for it reaches the timeout first.
     EXPECT_THAT(outcome.notes[0],
                 testing::AllOf(HasSubstr("all_reduce of bucket 3"), HasSubstr("rank 1 of 3"),
                                HasSubstr("is stopped or unreachable")));

@@ -1,5 +1,5 @@
-// What tests of the TCP rendezvous share: a free port, the settings of ranks on hosts of their own,
-// and strangers that connect.
+// What tests of the TCP rendezvous share: a free port, the settings of ranks that are each on a
+// different host, and strangers that connect.
 #pragma once
 
 #include <arpa/inet.h>
@@ -24,7 +24,7 @@ inline sockaddr_in loopback(int port) {
   return address;
 }
 
-// A port that is taken while it lives; 0: any.
+// Occupies a port while it lives; 0: any port.
 class TakenPort {
  public:
   explicit TakenPort(int port = 0) {
@@ -61,7 +61,7 @@ inline UniqueFd connect_to(int port) {
 
 inline constexpr const char* kJobSecret = "the secret of this job";
 
-// Every rank alone on its host, as far as the launcher tells.
+// The launcher says that every rank is alone on its host.
 inline ProcessOptions ranks_on_hosts(int port) {
   return {.environment = {{"LOCAL_RANK", "0"},
                           {"LOCAL_WORLD_SIZE", "1"},

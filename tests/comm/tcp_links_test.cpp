@@ -1,5 +1,5 @@
-// The TCP connections of a group: when they are made, while strangers knock or descriptors run out,
-// and when one breaks.
+// The TCP connections of a group: when they are made, while strangers connect or descriptors run
+// out, and when one breaks.
 #include <arpa/inet.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -30,7 +30,7 @@ namespace {
 using testing::AllOf;
 using testing::HasSubstr;
 
-// Of an address as the ranks tell it each other: "IP PORT TOKEN". The IP is this host's loopback.
+// From an address as the ranks tell it each other: "IP PORT TOKEN". The IP is this host's loopback.
 int port_of(const std::string& address) {
   std::string host;
   int port = 0;
@@ -49,14 +49,14 @@ class Strangers {
     const std::string hello = std::string("hsdptcp2") + std::string("\1\0\0\0\0\0\0\0", 8);
     for (const std::string& text :
          {std::string(1'000, 'g'), std::string("GET / HTTP/1.1\r\n\r\n"), std::string("hsdp"),
-          std::string(), hello, hello + std::string(1'000, 'x')}) {  // all without the token
+          std::string(), hello, hello + std::string(1'000, 'x')}) {  // none with the token
       sockets_.push_back(knock(address));
       EXPECT_EQ(::send(sockets_.back().get(), text.data(), text.size(), MSG_NOSIGNAL),
                 static_cast<ssize_t>(text.size()));
     }
     knock(address);  // and one that leaves at once
   }
-  // More than a listener hears at once, all silent.
+  // More silent strangers than a listener serves at once.
   void crowd(const std::string& address) {
     const std::lock_guard lock(mutex_);
     for (int i = 0; i < 100; ++i) sockets_.push_back(knock(address));
@@ -99,21 +99,21 @@ TEST(TcpLinks, ACrowdOfStrangersPushesNobodyOut) {
 std::vector<int> open_sockets() {
   std::vector<int> sockets;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code gone;  // the directory's own descriptor
+    std::error_code gone;  // the descriptor of the directory
     const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
     if (target.starts_with("socket:")) sockets.push_back(std::stoi(entry.path().filename()));
   }
   return sockets;
 }
 
-// By a raw system call: to ThreadSanitizer connect() on another thread's socket is a data race.
+// A raw system call, as for ThreadSanitizer connect() on another thread's socket is a data race.
 void reset(int socket) {
   const sockaddr nowhere{.sa_family = AF_UNSPEC, .sa_data = {}};
   EXPECT_EQ(::syscall(SYS_connect, socket, &nowhere, sizeof nowhere), 0);
 }
 
-// Breaks the call of a rank of this process to that port, once it is connected; false after ten
-// seconds.
+// Breaks this process's connection to that port once it is made, and so a rank's call. False after
+// ten seconds.
 bool break_call_to(int port) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(10);
   while (std::chrono::steady_clock::now() < end) {
@@ -130,7 +130,7 @@ bool break_call_to(int port) {
   return false;
 }
 
-// A listener may drop a member among strangers, before or after it was heard.
+// A listener may drop a member among the strangers, before or after it was heard.
 TEST(TcpLinks, AMemberThatIsTurnedAwayCallsAgain) {
   bool broken = false;
   const auto break_one = [&](int rank, const std::vector<std::string>& addresses) {
@@ -140,7 +140,7 @@ TEST(TcpLinks, AMemberThatIsTurnedAwayCallsAgain) {
   EXPECT_TRUE(broken);
 }
 
-// What both of two ranks are told by an all-reduce that fails so.
+// What both of two ranks are told when an all-reduce fails like that.
 template <typename Failure>
 std::string failure_of_two(std::chrono::seconds timeout,
                            const std::function<Stage(std::size_t rank)>& stage_of) {
@@ -164,7 +164,7 @@ TEST(TcpLinks, AnotherSecretIsRefused) {
               HasSubstr("connect"));
 }
 
-// Packets are dropped at a port whose listener has a full queue.
+// The kernel drops packets to a listener whose queue is full.
 TEST(TcpLinks, ThatAreDroppedNameTheAddress) {
   const comm::TakenPort silent;
   silent.listen(0);
@@ -212,7 +212,7 @@ TEST(TcpLinks, AreMadeByTheFirstCallThatMovesData) {
   }
 }
 
-// A number that travels with the calls has the bits of one that travels by links.
+// A number that travels with the calls has the same bits as one that travels over links.
 TEST(TcpLinks, DoNotChangeTheBitsOfANumber) {
   run_world({.size = 5, .path = Path::kTcp}, [](Communicator& world) {
     const auto bits = [&](Dtype dtype, float divisor) {
@@ -237,7 +237,7 @@ TEST(TcpLinks, DoNotChangeTheBitsOfANumber) {
   });
 }
 
-// The soft limit of this process' descriptors, for a while.
+// Sets the soft limit of this process's descriptors while it lives.
 class DescriptorLimit {
  public:
   explicit DescriptorLimit(rlim_t limit) {
@@ -305,7 +305,7 @@ TEST_F(TcpLink, BrokenWhileThePeersLiveIsAnErrorThatNamesARank) {
   EXPECT_EQ(messages[0], messages[1]);
 }
 
-// Control finds dead peers; a stopped one is none.
+// Control finds dead peers; a stopped peer is alive.
 TEST_F(TcpLink, JudgesNoPeerDead) {
   EXPECT_EQ(sockets_.size(), 2U);
   for (const int socket : sockets_) {

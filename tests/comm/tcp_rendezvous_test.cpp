@@ -1,4 +1,4 @@
-// The rendezvous over TCP, with strangers at the door.
+// The rendezvous over TCP, with strangers at its port.
 #include "hsdp/comm/rendezvous/tcp_rendezvous.h"
 
 #include <gmock/gmock.h>
@@ -70,7 +70,7 @@ TEST_F(TcpRendezvousTest, RanksMeetAndShareMemoryWhereTheyCan) {
   }));
 }
 
-// Also those that know the secret, but then talk nonsense.
+// Strangers that know the secret too, but then send nonsense.
 TEST_F(TcpRendezvousTest, StrangersNeitherStallNorJoin) {
   ProcessRanks ranks(2, hosts(), [](int rank) {
     if (rank == 1) ::raise(SIGSTOP);
@@ -107,7 +107,7 @@ TEST_F(TcpRendezvousTest, StrangersNeitherStallNorJoin) {
   EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::duration<double>(kHangSeconds));
 }
 
-// Carries connections from the door to rank 0's; cuts the first one when it has carried a join.
+// Forwards connections to rank 0; cuts the first one after it has forwarded a join.
 [[noreturn]] void carry(const TakenPort& door, int hub_port) {
   constexpr std::size_t kProofBytes = 40 + 32;  // hello and proof
   for (bool cuts = true;; cuts = false) {
@@ -153,7 +153,7 @@ TEST_F(TcpRendezvousTest, ARankKilledAfterItJoinedIsNamedByAll) {
   }
 }
 
-// In milliseconds, of this process' TCP connections.
+// In milliseconds, of this process's TCP connections.
 std::vector<unsigned> bounds_of_connections() {
   std::vector<unsigned> bounds;
   for (int fd = 3; fd < 256; ++fd) {
@@ -169,7 +169,7 @@ std::vector<unsigned> bounds_of_connections() {
   return bounds;
 }
 
-// A side without a bound would notice a dead host only when it has sent nothing back for timeout_s.
+// Without a bound, a side would notice a dead host only after timeout_s without an answer.
 TEST_F(TcpRendezvousTest, ADeadLinkIsBoundedAtBothEnds) {
   expect_all_ok(run_processes(3, hosts(), [](int rank) {
     const auto control = connect(milliseconds(300'000));
@@ -190,7 +190,7 @@ TEST_F(TcpRendezvousTest, AMissingRankIsNamedWithWhatIsKnownOfIt) {
   expect_missing(1, {"set HSDP_ADDR, if they", ": 127.0.0.1 is a loopback"});
 }
 
-// Of a name with two addresses; in a mount namespace, which may give it to a name.
+// Resolves a name to two addresses, in a mount namespace that can define the name.
 int knock_where_the_first_address_answers(const std::filesystem::path& names) {
   const UniqueFd door(::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in6 address{};
@@ -228,7 +228,8 @@ TEST_F(TcpRendezvousTest, AgentsOfTorchrunMayCountRestartsApart) {
   }));
 }
 
-// One rank on each of two nodes. It is not said how many there are: Slurm's nodes do not meet at
+// One rank on each of two nodes. The number of nodes is not given: Slurm's nodes do not use
+// addresses of this host alone.
 // addresses of this host alone.
 void be_in_slurm_step(const std::string& step, int rank) {
   for (const char* name : {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}) {
@@ -364,14 +365,14 @@ TEST_F(TcpRendezvousTest, ATakenPortIsAClearError) {
 
 TEST_F(TcpRendezvousTest, AnAddressOfAnotherHostIsAClearError) {
   const auto outcomes = run_processes(2, hosts(), [](int rank) {
-    ::setenv("HSDP_ADDR", "192.0.2.1", 1);  // for documentation: nobody's
+    ::setenv("HSDP_ADDR", "192.0.2.1", 1);  // reserved for documentation
     if (rank == 0) static_cast<void>(connect());
     return 0;
   });
   EXPECT_THAT(outcomes[0].error, HasSubstr("HSDP_ADDR is not an address of this host"));
 }
 
-// An idle stranger that stays connected is cut off, so that it holds nothing.
+// An idle stranger that stays connected is cut off, so that it holds no resources.
 TEST_F(TcpRendezvousTest, AnIdleStrangerIsCutOff) {
   ProcessRanks ranks(2, hosts(), [](int rank) {
     while (rank == 1) ::pause();

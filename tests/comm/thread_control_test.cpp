@@ -1,4 +1,4 @@
-// Control where ranks are threads: what differs from processes, whose tests hold all the rest.
+// Control with ranks as threads: what differs from processes, whose tests cover the rest.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -18,7 +18,7 @@ namespace {
 constexpr std::chrono::milliseconds kTimeout{20'000};
 const WaitState kWaiting{.operation = "test"};
 
-// Both ranks tell under a lock of theirs that their listeners take, too.
+// Both ranks tell while they hold a lock that their listeners also take.
 TEST(ThreadControl, ListenersMayLockAndAnswerWhateverTheTellerHolds) {
   constexpr int kMessages = 500;
   const auto controls = in_process_control(2, kTimeout);
@@ -82,7 +82,7 @@ TEST(ThreadControl, AListenerMayHoldTheLastControl) {
   EXPECT_EQ(gone.get_future().wait_for(kTimeout), std::future_status::ready);
 }
 
-// Like a process that closes its world: nobody waits for the timeout.
+// As when a process closes its world: no rank waits for the timeout.
 TEST(ThreadControl, ARankThatIsGoneIsLostToThoseWhoWaitForIt) {
   auto controls = in_process_control(3, kTimeout);
   controls.pop_back();

@@ -1,4 +1,4 @@
-// Two "hosts" as network namespaces, two ranks on each: 0 and 1 on the first, 2 and 3 on the
+// Two "hosts" as network namespaces with two ranks each: 0 and 1 on the first, 2 and 3 on the
 // second.
 #include <fcntl.h>
 #include <gmock/gmock.h>
@@ -26,7 +26,7 @@ bool runs(const std::string& command) {
 class TwoHosts {
  public:
   TwoHosts() {
-    // Addresses are private to the namespaces, so that tests side by side do not meet.
+    // The addresses are private to the namespaces, so that tests side by side do not collide.
     ok_ = runs("ip netns add " + name(0)) && runs("ip netns add " + name(1)) &&
           runs("ip link add " + link(0) + " netns " + name(0) + " type veth peer name " + link(1) +
                " netns " + name(1));
@@ -96,7 +96,7 @@ TEST_F(TwoHostsTest, DescriptorsPassWithinAHostOnly) {
   }));
 }
 
-// A raw fork keeps the sockets of the victim open: the ranks of its host see the process end.
+// A raw fork keeps the victim's sockets open: the ranks of its host see that the process ended.
 TEST_F(TwoHostsTest, AKilledRankIsNamedOnBothHosts) {
   for (const int victim : {1, 2, 3}) {
     ProcessRanks ranks(4, options(), [victim](int rank) {

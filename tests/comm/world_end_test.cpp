@@ -1,4 +1,4 @@
-// Who is at fault, as a table of what the ranks reported.
+// Which rank is at fault, as a table of the ranks' reports.
 #include "hsdp/comm/control/world_end.h"
 
 #include <gmock/gmock.h>
@@ -99,7 +99,7 @@ RankReport unheard_for(int ms, int parent = 0) {
   return report;
 }
 
-// Rank 2 is stopped; rank 1, through which it speaks, was heard 1.1 s ago.
+// Rank 2 is stopped. Rank 1, through which it speaks, was last heard 1.1 s ago.
 TEST(VerdictTest, ARelayWithAHiccupIsNotNamedForTheStoppedRankBelowIt) {
   const auto end = judge({{}, unheard_for(1'100), unheard_for(30'000, 1)}, milliseconds(30'000));
   ASSERT_TRUE(end);

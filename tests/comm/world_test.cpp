@@ -1,4 +1,4 @@
-// connect_world: the choice of engine, and one set of connections per process.
+// connect_world: the choice of engine, and one set of connections for each process.
 #include "hsdp/comm/world.h"
 
 #include <gmock/gmock.h>
@@ -50,7 +50,7 @@ TEST(WorldTest, WhatCannotServeIsNamed) {
        {"expected 0.001 to 1000000 seconds, got 9.2"}},
       {{.timeout = std::chrono::milliseconds(-1)}, {"seconds, got -0.001"}},
   };
-  const std::string absent = HSDP_ABSENT_ENGINES;  // from this build
+  const std::string absent = HSDP_ABSENT_ENGINES;  // not in this build
   if (absent.find("mpi") != std::string::npos) {
     rows.push_back({{.engine = "mpi"}, {"-DHSDP_MPI=ON"}});
   }
@@ -72,7 +72,7 @@ TEST(WorldTest, AWrongTransportIsNamed) {
   ::unsetenv("HSDP_TRANSPORT");
 }
 
-// Sums of 1 + 2 + ... over the ranks.
+// Checks the sums of 1 + 2 + ... over the ranks.
 bool adds_up(Communicator& world) {
   std::array<float, 5> data{};
   data.fill(static_cast<float>(world.rank() + 1));
@@ -83,7 +83,7 @@ bool adds_up(Communicator& world) {
 
 TEST_F(ControlTest, ASecondCallSharesTheConnections) {
   expect_all_ok(run_processes(3, {}, [](int) {
-    for (int round = 0; round < 2; ++round) {  // and all can begin anew
+    for (int round = 0; round < 2; ++round) {  // and all ranks can begin anew
       std::optional<Communicator> first = connect_world();
       Communicator second = connect_world();
       if (first->engine() != second.engine()) return 1;
@@ -111,7 +111,7 @@ TEST_F(ControlTest, ACallThatContradictsTheFirstIsAnError) {
   }
 }
 
-// A garbage collector lets go of a world at another time on every rank.
+// A garbage collector frees a world at another time on every rank.
 TEST_F(ControlTest, RanksAgreeWhenSomeStillHoldTheFirstWorld) {
   for (const int holder : {0, 2}) {
     expect_all_ok(run_processes(3, {}, [holder](int rank) {
@@ -128,7 +128,7 @@ TEST_F(ControlTest, RanksAgreeWhenSomeStillHoldTheFirstWorld) {
   }
 }
 
-// Also when the connections are still there and only the group of all ranks is gone.
+// Also when the connections still exist and only the group of all ranks is gone.
 TEST_F(ControlTest, RanksAgreeWhenSomeHoldAPartOfTheFirstWorld) {
   for (const int holder : {0, 2}) {
     expect_all_ok(run_processes(3, {}, [holder](int rank) {
@@ -141,7 +141,7 @@ TEST_F(ControlTest, RanksAgreeWhenSomeHoldAPartOfTheFirstWorld) {
   }
 }
 
-// A rank that still uses the old world with others goes on when one of them meets anew.
+// Ranks can still use the old world with each other when another of its ranks connects anew.
 TEST_F(ControlTest, AnOldWorldGoesOnBesideTheNextOne) {
   expect_all_ok(run_processes(3, {}, [](int rank) {
     std::optional<Communicator> first = connect_world();
@@ -171,7 +171,7 @@ TEST_F(ControlTest, AFailedWorldIsLeftBehindWhoeverHoldsIt) {
   }));
 }
 
-// A rank that knows of the failure meets the others anew; one that does not asks them first.
+// A rank that knows of the failure connects anew at once; one that does not asks the others first.
 TEST_F(ControlTest, AFailedWorldIsLeftBehindByRanksThatDoNotKnowYet) {
   expect_all_ok(run_processes(3, {}, [](int rank) {
     for (int round = 0; round < 5; ++round) {
@@ -188,7 +188,7 @@ TEST_F(ControlTest, AFailedWorldIsLeftBehindByRanksThatDoNotKnowYet) {
 std::set<int> open_connections() {
   std::set<int> found;
   for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    std::error_code gone;  // that of the folder itself
+    std::error_code gone;  // the descriptor of the folder
     const std::string target = std::filesystem::read_symlink(entry.path(), gone).string();
     if (target.starts_with("socket:") || target == "anon_inode:[pidfd]") {
       found.insert(std::stoi(entry.path().filename().string()));

@@ -1,5 +1,5 @@
-// What error feedback is for: with it a hop of four bits goes to the solution, without it beside
-// it.
+// Why there is error feedback: with it a four-bit hop converges to the solution, without it to
+// another point.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace {
 
 using Floats = std::vector<float>;
 
-// A hop of one parameter.
+// A hop for one parameter.
 struct Course {
   LocoOptions options;
   int replicas = 2;
@@ -28,10 +28,10 @@ struct Course {
   int steps = 0;
   float divisor = 1.0F;
 };
-// A step of one replica: what has arrived of its gradient and of the others'.
+// A step of one replica: returns what has arrived of its gradient and of the others'.
 using Reduce = std::function<Floats(Floats gradient)>;
 
-// Calls `replica` for each of them, on a thread of its own.
+// Calls `replica` for each of them, each on a separate thread.
 void run_replicas(
     const Course& run,
     const std::function<void(int rank, LocoHop& hop, const Reduce& reduce)>& replica) {
@@ -58,8 +58,8 @@ void run_replicas(
   });
 }
 
-// Replica n has f_n(x) = |x - b_n|^2 / 2, and the b_n lie three times as far apart as their mean
-// from zero: gradients that do not vanish at the solution. Returns |x - mean b| / |mean b|.
+// Replica n has f_n(x) = |x - b_n|^2 / 2. The b_n lie three times as far apart as their mean lies
+// from zero, so the gradients do not vanish at the solution. Returns |x - mean b| / |mean b|.
 double distance_from_solution(const LocoOptions& options, int step_count, bool decays) {
   constexpr int kReplicas = 4;
   constexpr std::int64_t kCount = 1024;
@@ -107,7 +107,7 @@ TEST(Convergence, IsFiveTimesNearerAndTwentyTimesWithADecayingRate) {
             distance_from_solution(plain, 2000, true));
 }
 
-// What a hop's state still owes, in units of gradients.
+// The errors that a hop's state keeps, in units of gradients.
 void add_owed(LocoHop& hop, std::vector<double>& owed) {
   const std::vector<HopState> state = hop.state();
   for (const HopState& one : state) {
@@ -131,7 +131,7 @@ void add_owed(LocoHop& hop, std::vector<double>& owed) {
   }
 }
 
-// What was given, what arrived of it and what is owed after some steps.
+// After some steps: what was given, what arrived of it, and the errors that remain.
 struct Account {
   explicit Account(std::int64_t count)
       : given(static_cast<std::size_t>(count)), arrived(given), owed(given) {}
@@ -140,7 +140,7 @@ struct Account {
   std::vector<double> owed;
 };
 
-// give(rank, gradient): what a replica gives in its next step.
+// give(rank, gradient): the gradient of a replica's next step.
 Account account_of(const Course& run, const std::function<void(int rank, Floats& gradient)>& give) {
   Account account(run.count);
   std::mutex mutex;
@@ -175,7 +175,7 @@ TEST(Account, WhatArrivedAndWhatIsOwedIsWhatWasGiven) {
   }
 }
 
-// One large element, and small ones that four bits do not see beside it: they come all the same.
+// One large element, and small ones that vanish beside it in four bits: they arrive all the same.
 TEST(Account, SmallValuesBesideALargeOneArrive) {
   for (const float small : {1e-3F, 2e-3F, 5e-3F, 0.01F, 0.03F, 0.05F}) {
     const auto give = [&](int, Floats& given) {
@@ -192,8 +192,8 @@ TEST(Account, SmallValuesBesideALargeOneArrive) {
   }
 }
 
-// Errors in int8 lose what is far smaller than the rest of their group; stochastic rounding keeps
-// it on average.
+// int8 errors lose what is far smaller than the rest of their group; stochastic rounding keeps it
+// on average.
 TEST(Account, StochasticRoundingKeepsTheSmallestErrors) {
   const auto kept = [](bool stochastic) {
     const Account account = account_of(

@@ -1,5 +1,5 @@
-// The scalar definition and every SIMD target against bytes that were written down once
-// (docs/quant_format.md says how).
+// The scalar definition and every SIMD target against recorded bytes. docs/quant_format.md says how
+// they were recorded.
 #include <gtest/gtest.h>
 
 #include <algorithm>

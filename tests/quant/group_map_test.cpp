@@ -18,7 +18,7 @@ namespace {
 // Parameter, offset in it, place in the bucket, elements, owner.
 using OneGroup = std::array<std::int64_t, 5>;
 
-// The row of a cut that an element lies in.
+// The row of a cut that contains an element.
 int row_of(const RowCut& cut, std::int64_t element) {
   int row = 0;
   while (element >= cut.begin(row) + cut.length(row)) ++row;
@@ -26,7 +26,7 @@ int row_of(const RowCut& cut, std::int64_t element) {
 }
 
 // Element by element: a new group begins with every run and at every multiple of the size. Without
-// a cut the groups are dealt out.
+// a cut the groups are dealt out to the owners.
 std::vector<OneGroup> groups_by_element(const std::vector<ParameterRange>& runs, int size,
                                         int owners, const std::optional<RowCut>& cut) {
   std::int64_t total = 0;
@@ -46,7 +46,7 @@ std::vector<OneGroup> groups_by_element(const std::vector<ParameterRange>& runs,
   return groups;
 }
 
-// Cuts the bucket's memory over owners, of whom some get nothing, and the runs where it is cut.
+// Cuts the bucket's memory over owners, some of which get nothing, and cuts the runs there.
 RowCut cut_over(int owners, std::vector<ParameterRange>& runs, std::mt19937& random) {
   const auto end = static_cast<unsigned>(runs.back().offset + runs.back().count);
   std::vector<std::int64_t> offsets{0, end};
@@ -118,7 +118,8 @@ TEST(GroupMap, HasNothingWhereThereIsNothing) {
   EXPECT_TRUE(map.tiles(2).empty());
 }
 
-// 0.53125 bytes an element in whole groups, whether the scales are bf16 for 64 or fp32 for 128.
+// Whole groups take 0.53125 bytes an element, with bf16 scales for 64 elements or fp32 scales for
+// 128.
 TEST(MessageLayout, SizesFollowTheFormula) {
   const std::vector<ParameterRange> runs{{.count = 131072}};
   for (const GroupFormat& format :

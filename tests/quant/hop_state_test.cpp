@@ -1,5 +1,5 @@
-// Saved errors: what is no state is refused, and what fits only in part says so. That loading gives
-// the right bits is in loco_hop_test.cpp.
+// Saved errors: what is not a state is refused, and a state that fits only in part says so.
+// loco_hop_test.cpp covers that loading gives the right bits.
 #include "quant/hop_state.h"
 
 #include <gmock/gmock.h>
@@ -91,20 +91,20 @@ TEST(SavedState, GivesWhatItHas) {
   EXPECT_EQ(state.header().steps, 5);
   std::int64_t missing = 0;
   const SavedState::Wanted same{.replicas = 2, .group_size = 64, .err_beta = 0.75};
-  // As it is, from a group on.
+  // From a group on, unchanged.
   SavedErrors errors = state.errors_of({"a/b", 1, 64, 68}, same, &missing);
   EXPECT_EQ(missing, 0);
   EXPECT_EQ(errors.scales, (std::vector{2.0F, 4.0F}));
   EXPECT_EQ(errors.codes.front(), -18);
   EXPECT_EQ(errors.codes.back(), 49);
-  // Decoded, half of what is owed with another beta; four elements are not there.
+  // Decoded, with half of the error, as beta differs; four elements are missing.
   SavedState::Wanted wanted = same;
   wanted.as_values = true;
   wanted.err_beta = 0.875;
   errors = state.errors_of({"a/b", 1, 30, 6}, wanted, &missing);
   EXPECT_EQ(missing, 2);
   EXPECT_EQ(errors.values, (std::vector{0.0F, 0.0F, -12.5F, -12.25F, -12.0F, -11.75F}));
-  // Of another replica, of the gathered half, of another parameter: nothing.
+  // The errors of another replica, of the gathered half, or of another parameter are ignored.
   for (const ErrorPlace& place :
        {ErrorPlace{"a/b", 0, 32, 10}, ErrorPlace{"a/b", ErrorPlace::kGathered, 32, 10},
         ErrorPlace{"a", 1, 32, 10}}) {
@@ -157,7 +157,7 @@ TEST(SavedState, RefusesWhatLeavesTheRange) {
                UsageError);
 }
 
-// Whatever comes, a UsageError or errors that fit what was asked for.
+// Whatever the input, either a UsageError or errors that fit what was asked for.
 TEST(SavedState, SurvivesAnything) {
   std::mt19937 random(5);
   const auto number = [&random](std::size_t end) { return random() % end; };
@@ -196,7 +196,7 @@ TEST(SavedState, SurvivesAnything) {
           {2 + static_cast<std::int64_t>(number(4)), 96, 0.5, number(2) == 0}, &missing);
       EXPECT_EQ(std::ssize(errors.codes) + std::ssize(errors.values), 110);
       ++accepted;
-    } catch (const UsageError&) {  // as it should be
+    } catch (const UsageError&) {  // as expected
     }
   }
   EXPECT_GT(accepted, 200);
@@ -216,7 +216,7 @@ TEST(SavedState, KeysAreThereAndBack) {
   EXPECT_FALSE(parse_error_key("steps"));
 }
 
-// And ask for no more than that.
+// It must not ask for more than that either.
 TEST(SavedState, ReplicasTakeOverWhatTheyCover) {
   EXPECT_TRUE(takes_over(0, 2, 1, 4));
   EXPECT_FALSE(takes_over(0, 2, 2, 4));

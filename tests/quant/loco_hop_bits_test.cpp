@@ -1,4 +1,4 @@
-// LocoHop against the reference, to the bit, without a Reducer: any buckets, ranges and steps.
+// LocoHop against the reference, bit by bit, without a Reducer: any buckets, ranges and steps.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -32,7 +32,7 @@ struct Configuration {
   std::vector<std::vector<ParameterRange>> buckets;
   int steps = 4;
   bool mixed = false;  // excluded parameters share buckets with others, as in rows of replica_hook
-  // Each replica gets its part alone: how the buckets are cut, everywhere or at groups, and where
+  // Each replica gets only its part. Says how the buckets are cut, anywhere or at groups, and where
   // that cuts parameters.
   bool scatters = false;
   bool cuts_anywhere = false;
@@ -46,7 +46,7 @@ T one_of(std::mt19937& random, const std::vector<T>& choices) {
   return choices[random() % choices.size()];
 }
 
-// How a bucket is cut over the replicas, of whom some get nothing; its ranges are cut there.
+// How a bucket is cut over the replicas, some of which get nothing. Its ranges are cut there too.
 RowCut cut_over_replicas(Configuration& made, std::vector<ParameterRange>& ranges,
                          std::mt19937& random) {
   std::vector<std::int64_t> begins{0};
@@ -75,7 +75,7 @@ RowCut cut_over_replicas(Configuration& made, std::vector<ParameterRange>& range
   return RowCut(std::move(begins));
 }
 
-// Excluded ones in buckets of their own, unless mixed; large ones may be cut over two, at groups.
+// Excluded parameters have separate buckets, unless mixed. Large ones may be cut in two, at groups.
 void cut_into_buckets(Configuration& made, std::mt19937& random) {
   std::map<int, std::vector<ParameterRange>> buckets;
   for (std::size_t p = 0; p < made.counts.size(); ++p) {
@@ -124,7 +124,7 @@ Configuration random_configuration(std::mt19937& random) {
   made.steps = 3 + static_cast<int>(random() % 4);
   const std::size_t count = 1 + random() % 5;
   for (std::size_t p = 0; p < count; ++p) {
-    const bool is_norm = p == 0;  // one at least, for the pattern
+    const bool is_norm = p == 0;  // at least one, for the pattern
     made.names.push_back((is_norm ? "norm." : "layer.") + std::to_string(p));
     made.counts.push_back(
         static_cast<std::int64_t>(1 + random() % (random() % 2 == 0 ? 40 : 3000)));
@@ -188,7 +188,7 @@ HopPlan plan_of(const Configuration& made) {
 
 constexpr float kOfAnother = 1234567.0F;  // an element of another replica's part
 
-// All reductions of a step on one replica; what stands in the end, by parameter.
+// All reductions of a step on one replica; returns what stands at the end, by parameter.
 std::vector<Floats> run_step(LocoHop& hop, const Configuration& made, const Step& step, int replica,
                              std::atomic<std::uint32_t>& nonfinite) {
   std::vector<Floats> sums;
@@ -263,7 +263,7 @@ bool same(float a, float b) {
          (std::isnan(a) && std::isnan(b));
 }
 
-// Plain sums of all reductions, as all_reduce forms them; means where rows are mixed.
+// Plain sums of all reductions, as all_reduce forms them; means if rows are mixed.
 Floats plain_sum(const Configuration& made, const Step& step, std::size_t parameter) {
   Floats all;
   for (const Reduction& reduction : step.reductions) {
@@ -303,7 +303,7 @@ LocoReference reference_of(const Configuration& made) {
   return reference;
 }
 
-// What all replicas end a step with, and how it ends.
+// What all replicas end a step with, and how the step ends.
 struct Expected {
   std::vector<Floats> means;
   StepOutcome outcome = StepOutcome::kClean;
@@ -334,7 +334,7 @@ std::vector<Expected> run_steps(LocoReference& reference, const Configuration& m
   return expected;
 }
 
-// The same by the hop on one replica; false, and a test failure, where a bit differs.
+// Runs the same with the hop on one replica. False, and a test failure, if a bit differs.
 bool run_and_compare(LocoHop& hop, const Configuration& made, const Step& step, int replica,
                      const Expected& expected, const std::string& label) {
   std::atomic<std::uint32_t> nonfinite = 0;
@@ -357,14 +357,14 @@ bool run_and_compare(LocoHop& hop, const Configuration& made, const Step& step, 
 
 class LocoHopOn : public ::testing::TestWithParam<test::Path> {};
 
-// In every other round the buckets change in the middle of it, as when parameters are frozen, or
-// the hop goes to an owner whose results are cut otherwise.
+// In every other round the buckets change halfway, as when parameters are frozen or the hop goes to
+// an owner that cuts its results differently.
 TEST_P(LocoHopOn, EqualsTheReferenceAlsoWhereBucketsChange) {
   std::mt19937 random(11);
   for (int round = 0; round < 120; ++round) {
     const bool moves = round % 2 == 1;
     Configuration made = random_configuration(random);
-    if (moves && made.cuts_anywhere) {  // groups stay
+    if (moves && made.cuts_anywhere) {  // groups do not move
       made.cuts_anywhere = false;
       cut_into_buckets(made, random);
     }
@@ -389,7 +389,7 @@ TEST_P(LocoHopOn, EqualsTheReferenceAlsoWhereBucketsChange) {
       Communicator gather = world.split(0, world.rank());
       for (std::size_t s = 0; s < steps.size(); ++s) {
         const std::string label = "round " + std::to_string(round) + ", step " + std::to_string(s);
-        // Of the same replicas. Buckets of parts change with the owner alone.
+        // With the same replicas. The buckets of parts change only with the owner.
         const bool is_another_owner =
             moves && s > 0 && (s == 2 || cuts[s - 1].scatters || cuts[s].scatters);
         if (moves || s == 0) hop.prepare(plans[s]);
@@ -429,8 +429,8 @@ struct OwnState {
   }
 };
 
-// Runs some steps, and more of them in another world from what was saved: with other replicas,
-// buckets, groups, betas and kinds of errors.
+// Runs some steps, and then more of them in another world from the saved state: with other
+// replicas, buckets, groups, betas and kinds of errors.
 TEST(LocoHop, LoadsWhatAnotherOneHasSaved) {
   std::mt19937 random(13);
   for (int round = 0; round < 60; ++round) {
@@ -480,7 +480,7 @@ TEST(LocoHop, LoadsWhatAnotherOneHasSaved) {
       if (before_bind) hop.load_state(all.state, !lacks_half);
       hop.prepare(plan);
       hop.bind(world, world.split(0, world.rank()));
-      if (!before_bind) {  // what this rank needs will do
+      if (!before_bind) {  // what this rank needs is enough
         std::vector<LocoHop::SavedKey> keys;
         for (const HopState& one : all.state) keys.push_back({one.key, one.data.count});
         const std::vector<std::string> wanted = hop.keys_to_load(keys);

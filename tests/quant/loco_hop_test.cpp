@@ -1,4 +1,4 @@
-// What LocoHop does beside its arithmetic: figures, refusals, other owners, memory.
+// What LocoHop does beside its arithmetic: counts, refusals, changes of owner, memory.
 #include "quant/loco_hop.h"
 
 #include <gmock/gmock.h>
@@ -50,7 +50,7 @@ HopPlan one_bucket(std::int64_t count, int replicas = 2, std::int64_t from = 0) 
           .replicate_size = replicas};
 }
 
-// All that a step does before its end.
+// Everything that a step does before its end.
 void reduce(LocoHop& hop, std::vector<float> values) {
   std::atomic<std::uint32_t> nonfinite = 0;
   Stream stream = Stream::inline_host();
@@ -62,7 +62,7 @@ void reduce(LocoHop& hop, std::vector<float> values) {
       .wait();
 }
 
-// One group: a 7 and 63 times `rest`; the same on both replicas. Its errors after one step.
+// One group: a 7 and 63 times `rest`, the same on both replicas. Returns its errors after one step.
 std::vector<QuantizationError> errors_with(float rest, std::int64_t every = 1) {
   std::vector<QuantizationError> errors;
   test::run_world({.size = 2}, [&](Communicator& world) {
@@ -84,11 +84,11 @@ std::vector<QuantizationError> errors_with(float rest, std::int64_t every = 1) {
 }
 
 TEST(LocoHop, SaysHowMuchItChanges) {
-  std::vector<QuantizationError> errors = errors_with(1.25F);  // 7, and 1 for the rest
+  std::vector<QuantizationError> errors = errors_with(1.25F);  // quantized to 7, and 1 for the rest
   ASSERT_EQ(errors.size(), 1U);
   EXPECT_EQ(errors[0].parameter, "layer.weight");
   EXPECT_NEAR(errors[0].scattered, std::sqrt(63 * 0.0625 / (49 + 63 * 1.5625)), 1e-6);
-  EXPECT_EQ(errors[0].gathered, 0.0);  // 14 and 2 are 7 and 1 again
+  EXPECT_EQ(errors[0].gathered, 0.0);  // 14 and 2 scale to 7 and 1 again
   EXPECT_TRUE(errors_with(1.25F, 0).empty());
   testing::internal::CaptureStderr();
   errors = errors_with(0.5F);
@@ -97,7 +97,7 @@ TEST(LocoHop, SaysHowMuchItChanges) {
               HasSubstr("'layer.weight': quantization changed its gradient by 0.49 of its norm"));
 }
 
-// A hop with errors of the first 128 elements, whose owner has let go of it.
+// A hop with errors of the first 128 elements, which its owner has released.
 struct Used {
   explicit Used(Communicator& world) : gather(world.split(0, world.rank())) {
     hop.prepare(plan);
@@ -114,13 +114,13 @@ struct Used {
 TEST(LocoHop, RefusesAnotherPlaceThatItHasNoErrorsOf) {
   test::run_world({.size = 2}, [](Communicator& world) {
     Used used(world);
-    // As another cut, or another shard count, would do.
+    // As another cut or another shard count would.
     const HopPlan other_part = one_bucket(128, 2, 128);
     used.hop.prepare(other_part);
     EXPECT_THAT([&] { used.hop.bind(world, used.gather); },
                 ThrowsMessage<UsageError>(HasSubstr("the part of 'layer.weight'")));
     used.hop.bind({}, {});
-    // Another number of replicas, and what the message says to do.
+    // For another number of replicas the message also says what to do.
     const HopPlan one_replica = one_bucket(128, 1, 128);
     used.hop.prepare(one_replica);
     Communicator alone = world.split(world.rank(), 0);
@@ -149,7 +149,7 @@ TEST(LocoHop, SaysInItsWordThatItsErrorsMove) {
     used.hop.bind(world, used.gather);
     EXPECT_EQ(used.hop.word(), "1 steps moved");
     reduce(used.hop, std::vector<float>(128, 1.3F));
-    EXPECT_EQ(used.hop.word(), "1 steps moved");  // the same all through the step
+    EXPECT_EQ(used.hop.word(), "1 steps moved");  // unchanged throughout the step
     used.hop.end_step({0, StepOutcome::kDropped, ""});
     EXPECT_EQ(used.hop.word(), "1 steps");
     used.hop.scale_errors(0.5F);
@@ -159,7 +159,7 @@ TEST(LocoHop, SaysInItsWordThatItsErrorsMove) {
   });
 }
 
-// The next Reducer's first buckets go out while one rank is still in its backward.
+// The next Reducer's first buckets are sent while one rank is still in its backward.
 TEST(LocoHop, GoesToAnotherReducer) {
   const auto second_step = [](bool changes) {
     std::vector<test::Values> means(2);
@@ -192,7 +192,8 @@ TEST(LocoHop, GoesToAnotherReducer) {
   EXPECT_EQ(second_step(true), second_step(false));
 }
 
-// Groups lie at multiples of their size in each parameter, whoever owns it and however it travels.
+// Groups lie at multiples of their size in each parameter, whichever rank owns it and however it
+// travels.
 TEST(LocoHop, GivesSlicesAndWholeParametersTheSameBits) {
   const std::vector<ParameterSpec> parameters{{.name = "a", .shape = {40, 31}},
                                               {.name = "b", .shape = {1000}},
@@ -222,7 +223,7 @@ TEST(LocoHop, GivesSlicesAndWholeParametersTheSameBits) {
   }
 }
 
-// The factor is known when all words are in, and this hop divides before it sends.
+// The factor is known once all words are in, and this hop divides before it sends.
 TEST(LocoHop, DividesByTokensThatAllRanksCounted) {
   std::vector<test::StepCase> steps;
   for (const std::uint64_t seed : {1U, 2U, 3U}) {
@@ -256,7 +257,8 @@ TEST(LocoHop, DividesByTokensThatAllRanksCounted) {
   EXPECT_EQ(means_of(true), means_of(false));
 }
 
-// A step that counts nothing may reduce its groups at different times, whatever came before it.
+// A step that counts nothing may reduce its groups at different times, whatever the step before
+// did.
 TEST(LocoHop, ForgetsTheTokensOfAnEarlierStep) {
   const test::StepCase step = test::random_step(
       {{.name = "a", .shape = {1024}}, {.name = "b", .shape = {640}, .group = "late"}}, 4,
@@ -298,7 +300,7 @@ TEST(LocoHop, CountsItsMemory) {
     hop.prepare(plan);
     return plan.memory.of(MemoryKind::kReplicaHop).live;
   };
-  // 1.0625 an element and for each that it owns, twice.
+  // 1.0625 bytes an element and for each that it owns, twice.
   EXPECT_EQ(bytes_of({}), 2 * (8192 + 4096) * 17 / 16);
   EXPECT_EQ(bytes_of({.error_dtype = Dtype::kF32}), 2 * (8192 + 4096) * 4);
   EXPECT_EQ(bytes_of({.gather = Code::kBf16}), 2 * 8192 * 17 / 16);
@@ -311,7 +313,7 @@ TEST(LocoHop, RefusesAPatternThatMatchesNothing) {
   EXPECT_THAT([&] { hop.prepare(plan); },
               ThrowsMessage<UsageError>(
                   AllOf(HasSubstr("'*norm*', which matches none"), HasSubstr("layer.weight"))));
-  hop.bind({}, {});  // as its owner lets go
+  hop.bind({}, {});  // as when its owner releases it
 }
 
 TEST(Windows, AreCutAtGroupsAndAboutEqual) {

@@ -1,4 +1,4 @@
-// LocoHop where results are sharded over the mesh: each replica keeps its part of the sums.
+// LocoHop with results sharded over the mesh: each replica keeps its part of the sums.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -42,7 +42,7 @@ TEST(LocoScatter, KeepsWhatEveryHopKeeps) {
   }
 }
 
-// Microbatch by microbatch and rank by rank, as the carry is formed: [replica].
+// Adds microbatch by microbatch and rank by rank, as the carry is formed. Returns [replica].
 std::vector<Values> shard_sums(const test::Gradients& gradients, MeshShape shape) {
   std::vector<Values> carries(static_cast<std::size_t>(shape.replicate));
   for (const auto& microbatch : gradients) {
@@ -98,7 +98,7 @@ struct Outcome {
   std::vector<LocoReference::Parameter> parameters;
 };
 
-// One rank drops the step when the others have reduced.
+// One rank drops the step after the others have reduced.
 void drop(Reducer& reducer, const test::StepCase& step, int rank) {
   reducer.begin_microbatch({.sync = Sync::kAll});
   const std::vector<test::StoredGradient> gradients = test::deliver(reducer, step, 0, rank);
@@ -212,7 +212,7 @@ TEST(LocoScatter, SendsF64AsItIs) {
   });
 }
 
-// Of 2^14 elements on each shard rank, in whole groups: 17 bytes for 32 of them.
+// 2^14 elements on each shard rank, in whole groups: 17 bytes for 32 elements.
 TEST(LocoScatter, SendsTheFirstHalfAlone) {
   constexpr std::int64_t kElements = 1 << 14;
   for (const ShardOver shard_over : {ShardOver::kShard, ShardOver::kMesh}) {
@@ -300,7 +300,7 @@ TEST(LocoScatter, HasFiguresOfTheFirstHalf) {
     hop.prepare(plan);
     EXPECT_FALSE(hop.needs_gather_group());
     hop.bind(world, {});
-    Values values(128, 1.25F);  // 7, and 1 for the rest
+    Values values(128, 1.25F);  // quantized to 7, and 1 for the rest
     values[0] = values[64] = 7.0F;
     static_cast<void>(step(hop, values, true, world.rank()));
     const std::vector<QuantizationError> errors = hop.quantization_error();

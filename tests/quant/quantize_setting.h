@@ -32,7 +32,7 @@ inline std::vector<ParameterRange> some_runs(std::mt19937& random, int size) {
   return runs;
 }
 
-// Numbers of one magnitude, of all, or that hurt.
+// Numbers of one magnitude, of all magnitudes, or difficult ones.
 inline float some_value(std::mt19937& random, unsigned kind) {
   if (kind == 0) return kernels::hostile_value(random);
   const float value = std::normal_distribution<float>()(random);

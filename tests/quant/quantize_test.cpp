@@ -1,4 +1,4 @@
-// Every SIMD target against the scalar definition, and what the definition promises.
+// Every SIMD target against the scalar definition, and the promises of that definition.
 #include "quant/quantize.h"
 
 #include <gtest/gtest.h>
@@ -32,7 +32,7 @@ struct Outputs {
   std::atomic<std::uint32_t> nonfinite{0};
 };
 
-// The kernel and the definition, one of them in a spoilt environment.
+// Runs the kernel and the definition, one of them in a changed floating-point environment.
 std::string run_both(Quantize args, const GroupMap& map, const MessageLayout& layout,
                      const ErrorMemory& before, std::mt19937& random) {
   const bool in_place = random() % 2 == 0;
@@ -94,7 +94,7 @@ TEST_P(QuantizeOn, EqualsTheDefinition) {
   }
 }
 
-// Received messages of some owner, summed and quantized again; int4, int8 and bf16.
+// Received messages of some owner, summed and quantized again, in int4, int8 and bf16.
 TEST_P(QuantizeOn, OfSumsEqualsTheDefinition) {
   std::mt19937 random(8);
   for (int round = 0; round < 200; ++round) {
@@ -115,7 +115,7 @@ TEST_P(QuantizeOn, OfSumsEqualsTheDefinition) {
                           .out = rows.at(r)});
     }
     const int owner = static_cast<int>(random() % static_cast<unsigned>(setting.map.owners()));
-    rows.first.begin = received.cut().begin(owner);  // as an owner gets them: its row alone
+    rows.first.begin = received.cut().begin(owner);  // an owner receives only its row
     rows.first.data += rows.first.begin;
     GroupFormat format = setting.format;
     format.code = static_cast<Code>(random() % 3);
@@ -158,7 +158,7 @@ TEST_P(QuantizeOn, AndBackEqualsTheDefinition) {
                             .out = {format, messages.data() + r * size, 0, layout.rows().data()}});
       }
     } else {
-      for (std::size_t i = 0; i < messages.size(); ++i) {  // any bits are a message
+      for (std::size_t i = 0; i < messages.size(); ++i) {  // any bits are a valid message
         messages[i] = static_cast<std::byte>(random());
       }
     }
@@ -191,7 +191,7 @@ TEST_P(QuantizeOn, AndBackEqualsTheDefinition) {
 INSTANTIATE_TEST_SUITE_P(Targets, QuantizeOn, ::testing::ValuesIn(kernels::simd_targets()),
                          kernels::target_name);
 
-// A group of 64 with these first elements, there and back.
+// Quantizes and restores a group of 64 with these first elements.
 std::vector<float> sent(const std::vector<float>& first, const GroupFormat& format,
                         bool* marked = nullptr) {
   std::vector<float> values(64);
@@ -229,7 +229,7 @@ TEST(Codec, KeepsTheExtremes) {
       for (const float extreme : sent({kLargest, -kLargest}, {code, 64, scale})) {
         EXPECT_TRUE(std::isfinite(extreme));
       }
-      for (int k = 1; k < 300; ++k) {  // a scale may become zero, never a code too large
+      for (int k = 1; k < 300; ++k) {  // a scale may become zero, but no code too large
         const float tiny = std::bit_cast<float>(k);
         EXPECT_LE(sent({tiny}, {code, 64, scale})[0], tiny + levels * 0x1p-133F);
       }
@@ -237,8 +237,8 @@ TEST(Codec, KeepsTheExtremes) {
   }
 }
 
-// The extreme element of a group never gets a code above the levels: its product with the inverse
-// is one of these, whatever the exponent.
+// The code of a group's largest element never exceeds the levels: its product with the inverse is
+// one of these, whatever the exponent.
 TEST(Codec, NeedsNoClampForAnySignificand) {
   for (const Code code : kIntegers) {
     for (const Dtype scale_dtype : {Dtype::kF32, Dtype::kBf16}) {
@@ -274,7 +274,7 @@ TEST(Codec, MarksTheGroupThatIsNotFiniteAlone) {
   }
 }
 
-// A group of 64 that starts with a number of each message's, alone in it: what comes of their sum.
+// A group of 64 that begins with one number from each message: returns what becomes of their sum.
 float sum_of_sent(const std::vector<float>& numbers, bool* nonfinite = nullptr) {
   const std::vector<ParameterRange> runs{{.count = 64}};
   const GroupMap map(runs, 64, 1);

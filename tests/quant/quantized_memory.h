@@ -1,4 +1,4 @@
-// All memory of one call of the kernels, with a guard behind every piece. For tests.
+// All memory of one kernel call, with a guard around every piece. For tests.
 #pragma once
 
 #include <bit>
@@ -15,8 +15,8 @@
 
 namespace hsdp::quant {
 
-// `count` elements that start an odd number of elements after an aligned address, between guards;
-// bytes of messages at an even address, as they have to.
+// `count` elements that start an odd number of elements after an aligned address, between guards.
+// Bytes of messages start at an even address, as they must.
 template <class T>
 class Guarded {
  public:
@@ -60,7 +60,7 @@ struct ErrorMemory {
   Guarded<float> values;
 };
 
-// Bit for bit, but for the payloads of NaN; empty when they are equal.
+// Compares bit by bit, except the payloads of NaNs; empty when they are equal.
 template <class T>
 [[nodiscard]] std::string difference(Guarded<T>& a, Guarded<T>& b, const char* what) {
   if (!a.guards_hold() || !b.guards_hold()) return std::string(what) + ": written outside";

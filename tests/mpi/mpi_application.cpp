@@ -1,5 +1,5 @@
-// Programs that use MPI themselves, or are started in odd ways: mpi_application CASE. Every rank
-// checks what it sees; status 0 when it is as expected.
+// Programs that use MPI themselves or are started in unusual ways: mpi_application CASE. Every rank
+// checks what it sees; status 0 if all is as expected.
 #include <mpi.h>
 #include <unistd.h>
 
@@ -64,7 +64,7 @@ int init(int level) {
   return provided;
 }
 
-// The program's own MPI serves, and stays the program's.
+// The program's own MPI is used, and still belongs to the program afterwards.
 int own_mpi() {
   init(MPI_THREAD_MULTIPLE);
   int status = 0;
@@ -88,7 +88,7 @@ int low_level() {
   return status;
 }
 
-// One rank alone cannot: the others hear of it.
+// One rank alone cannot; the other ranks are told.
 int low_level_of_one() {
   init(own_rank() == 1 ? MPI_THREAD_SERIALIZED : MPI_THREAD_MULTIPLE);
   const std::string part = "got MPI_THREAD_SERIALIZED";
@@ -110,7 +110,7 @@ int finalized_early() {
   Communicator world = connect();
   int status = sum_ranks(world);
   MPI_Finalize();
-  // The first rank that meets it ends the world, which the other may hear of first.
+  // The first rank that notices ends the world. The other rank may learn of that first.
   std::string message;
   try {
     world.barrier();
@@ -123,7 +123,7 @@ int finalized_early() {
   return status;
 }
 
-// A thread waits for a rank that does not come, in the middle of a call.
+// A thread waits, in the middle of a call, for a rank that does not come.
 int finalized_in_a_wait() {
   init(MPI_THREAD_MULTIPLE);
   Communicator world = connect();
@@ -141,7 +141,7 @@ int finalized_in_a_wait() {
   return status;
 }
 
-// As if every rank were on a host of its own: MPI carries address and secret.
+// As if every rank were on a different host: MPI carries the address and the secret.
 void pretend_several_hosts() {
   for (const char* name : {"OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"}) {
     if (std::getenv(name) != nullptr) ::setenv(name, "1", 1);
@@ -162,7 +162,7 @@ int several_hosts() {
   return status;
 }
 
-// The address is the user's, the secret is not there.
+// The user gives the address; there is no secret.
 int several_hosts_without_secret() {
   ::setenv("HSDP_ADDR", "127.0.0.1", 1);
   // The launcher is the ranks' parent: a port for each job.
@@ -187,14 +187,14 @@ int unknown_hosts() {
   return sum_ranks(world) + expect(shared, "MPI found out that all are on one host");
 }
 
-// Started by a launcher that is not MPI's: every process is an MPI of its own.
+// Started by a launcher that is not MPI's, every process is a separate MPI job.
 int foreign_launcher() {
   return expect_error<hsdp::UsageError>(
       [] { connect(); },
       {"of 2 in MPI_COMM_WORLD", "got rank 0 of 1", "start the program with the mpirun"});
 }
 
-// The host engine, which MPI cannot help then, names its own settings.
+// The host engine, to which MPI is no help then, names its own settings.
 int several_hosts_foreign_launcher() {
   ::setenv("PMI_RANK", std::getenv("RANK"), 1);
   ::setenv("PMI_SIZE", std::getenv("WORLD_SIZE"), 1);
@@ -205,7 +205,7 @@ int several_hosts_foreign_launcher() {
   return expect_error<hsdp::UsageError>([] { connect("host"); }, {"HSDP_ADDR and HSDP_PORT"});
 }
 
-// Nobody waits inside MPI for a rank that never goes there.
+// No rank waits inside MPI for one that never comes.
 int different_engines() {
   const std::string engine = own_rank() == 0 ? "mpi" : "host";
   const int status = expect_error<hsdp::TimeoutError>(
@@ -215,7 +215,7 @@ int different_engines() {
   return status + expect(is_initialized == 0, "MPI was not begun");
 }
 
-// A shell keeps its launcher from ending the others.
+// A shell keeps its launcher from killing the others.
 int killed() {
   Communicator world = connect();
   try {
@@ -228,7 +228,7 @@ int killed() {
   }
 }
 
-// Rank 1 leaves one out; what was sent to it stays with MPI for good.
+// Rank 1 leaves one call out; MPI keeps what was sent to it for good.
 int planned_calls_differ() {
   Communicator world = connect();
   const auto make = [&](int bucket) {

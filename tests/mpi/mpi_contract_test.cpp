@@ -1,4 +1,4 @@
-// The contract on the MPI engine, and what MPI adds to it: pieces, threads, steps of a Reducer.
+// The contract on the MPI engine, and what MPI adds: pieces, threads, steps of a Reducer.
 #include <gtest/gtest.h>
 
 #include <utility>
@@ -38,7 +38,7 @@ TEST(MpiEngine, SaysWhatItIs) {
   });
 }
 
-// Longer than a piece, in every collective that sends a row as one message.
+// Longer than a piece, for every collective that sends a row as one message.
 TEST(MpiEngine, LongMessagesTravelInPieces) {
   run_in_group("mpi", [](Communicator& group) {
     const std::int64_t row = (std::int64_t{9} << 20) + 3;
@@ -68,7 +68,7 @@ TEST(MpiEngine, LongMessagesTravelInPieces) {
   });
 }
 
-// As the shard hop of a bucket and the replica hop of another do.
+// As the shard hop of one bucket and the replica hop of another do.
 TEST(MpiEngine, TwoGroupsMoveFromTwoThreads) {
   run_in_group("mpi", [](Communicator& world) {
     std::vector<Communicator> groups{world.split(0, world.rank()), world.split(0, -world.rank())};

@@ -1,5 +1,5 @@
-// A call that goes wrong ends the world on every rank, with the error of the host engine, and MPI
-// goes on to serve the next world.
+// A failed call ends the world on every rank with the same error as on the host engine, and MPI
+// serves the next world.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
@@ -92,7 +92,7 @@ TEST(MpiFailure, ARankThatDoesNotComeIsNamedByAll) {
   Communicator world = fresh_world("mpi", milliseconds(500));
   std::vector<float> data(1'000'000, 1.0F);
   if (world.rank() == 1) {
-    // Lives, and does not come, until the others have given up.
+    // The process is alive but does not come until the others have given up.
     const comm::Control& control = world.engine()->control();
     for (int i = 0; i < 10'000 && !control.failed(); ++i) {
       std::this_thread::sleep_for(milliseconds(1));
@@ -140,7 +140,7 @@ TEST(MpiFailure, WaitingCostsLittle) {
   });
 }
 
-// MPI itself is unharmed by all of the above.
+// None of the above has harmed MPI.
 TEST(MpiFailure, TheNextWorldWorks) {
   Communicator world = fresh_world();
   std::vector<float> data(500'000, static_cast<float>(world.rank()));

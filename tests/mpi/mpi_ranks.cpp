@@ -7,13 +7,13 @@
 namespace hsdp::test {
 namespace {
 
-// One at a time: the next one connects anew.
+// One world at a time: the next one connects anew.
 Communicator& lasting_world() {
   static Communicator world;
   return world;
 }
 
-// Only what failed, by the rank that it failed on; rank 0 prints all.
+// Prints only failures, with the rank; rank 0 prints everything.
 class QuietRank : public testing::EmptyTestEventListener {
   void OnTestPartResult(const testing::TestPartResult& result) override {
     if (!result.failed()) return;
@@ -38,7 +38,7 @@ Communicator fresh_world(const std::string& engine, std::chrono::milliseconds ti
 void run_in_group(const std::string& engine, const std::function<void(Communicator&)>& body) {
   Communicator& world = lasting_world();
   if (!world || world.engine_name() != engine) {
-    // Connected before the other one closes: both share the connections.
+    // Connected before the other one closes, so that both share the connections.
     world = connect_world({.engine = engine});
   }
   Communicator group = world.split(0, world.rank());
@@ -56,6 +56,6 @@ int main(int argc, char** argv) {
   }
   const int status = RUN_ALL_TESTS();
   static_cast<void>(
-      hsdp::test::fresh_world("host"));  // leaves together: nobody ends while another still tests
+      hsdp::test::fresh_world("host"));  // ranks leave together: none ends while another tests
   return status;
 }

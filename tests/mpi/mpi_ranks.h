@@ -1,5 +1,5 @@
-// What the tests of the MPI engine share. The program is started by mpirun: every rank runs every
-// test, in the same order.
+// What the tests of the MPI engine share. mpirun starts the program: every rank runs every test, in
+// the same order.
 #pragma once
 
 #include <chrono>
@@ -10,15 +10,15 @@
 
 namespace hsdp::test {
 
-// The launcher's number of ranks.
+// The number of ranks that the launcher started.
 [[nodiscard]] int launched_size();
 
-// A world of its own, which a test may end: everything that an earlier one left is gone.
+// A new world that a test may end; nothing of an earlier one is left.
 [[nodiscard]] Communicator fresh_world(
     const std::string& engine = "mpi",
     std::chrono::milliseconds timeout = std::chrono::milliseconds(20'000));
 
-// Runs `body` in a new group of all ranks of a world that lasts.
+// Runs `body` in a new group of all ranks of a world that stays open.
 void run_in_group(const std::string& engine, const std::function<void(Communicator&)>& body);
 
 }  // namespace hsdp::test

@@ -1,4 +1,4 @@
-"""The check of the notes finds what it is there for."""
+"""Proves that check_notes finds what it is for."""
 
 import pathlib
 import tempfile

@@ -36,7 +36,7 @@ ENTRIES = [
     ([("fail", "2 failed, 4 passed, 1 error in 0.5s\n")], Count(4, 3)),
     ([("run", "Ran 7 tests in 0.1s\n\nOK\n")], Count(7)),
     ([("fail", "Ran 7 tests in 0.1s\n\nFAILED (failures=1, errors=2)\n")], Count(4, 3)),
-    # One that counts nothing is a case.
+    # An entry that counts nothing is one case.
     ([("run", "ok"), ("fail", "no"), ("notrun", "")], Count(1, 1, 1)),
     # A crash is a failed case.
     ([("fail", "[ RUN      ] A.b\nSegmentation fault\n")], Count(0, 1)),

@@ -19,7 +19,7 @@ Line = dict[str, Any]
 
 
 def rank(number: int, *calls: str | dict[str, Any], ranks: int = 2) -> list[Line]:
-    """The lines of a rank of communicator "c": names of calls, or terms of one."""
+    """The lines of a rank of communicator "c": names of calls, or their fields."""
     lines: list[Line] = []
     for call in calls:
         terms = {"call": call} if isinstance(call, str) else call

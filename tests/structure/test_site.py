@@ -12,7 +12,7 @@ from doxygen_comments import with_doxygen_comments  # noqa: E402
 from repository_links import linked_sources, note_pages, with_site_links  # noqa: E402
 
 
-# A page, what it says, and what the site makes of that.
+# A page, its text, and what the site makes of it.
 LINKS = [
     ("loss.md", "[a](../examples/demo.sh) [b](../README.md#limits) [c](zero.md#x)",
      "[a](source/examples/demo.sh.md) [b](index.md#limits) [c](zero.md#x)"),
@@ -22,7 +22,7 @@ LINKS = [
     # A public header leads to its reference.
     ("zero.md", "[`zero/adamw.h`](../zero/adamw.h) [b](../zero/adamw.cpp)",
      "[`zero/adamw.h`](cpp/zero/adamw.h.md) [b](source/zero/adamw.cpp.md)"),
-    # What is not in the repository stays, and code.
+    # What is not in the repository stays as it is, and so does code.
     *(("loss.md", text, text) for text in (
         "[a](../examples/none.py)", "[a](../../outside.md)", "[a](../build/x)", "[a](https://b.c/d)",
         "`a[i](../LICENSE)`", "```cpp\nf[i](../LICENSE);\n```")),

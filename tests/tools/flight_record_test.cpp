@@ -1,4 +1,4 @@
-// Flight records of real jobs that hang or lose a rank, and what hsdp_check reads from them.
+// Flight records of real jobs that hang or lose a rank, and what hsdp_check finds in them.
 #include "hsdp/flight_record.h"
 
 #include <gmock/gmock.h>
@@ -71,7 +71,7 @@ StepCase some_step(MeshShape shape) {
   return random_step(odd_parameters(Dtype::kF32), shape.size(), {Sync::kShard, Sync::kAll}, 9);
 }
 
-// Steps until something goes wrong. After step 1 that rank says so and does what `stall` does.
+// Runs steps until one fails. After step 1 the given rank notes that and calls `stall`.
 int run_until_error(MeshShape shape, double timeout_s, int who,
                     const std::function<void()>& stall) {
   const StepCase step = some_step(shape);
@@ -105,7 +105,7 @@ TEST_F(FlightRecord, NamesTheRankThatDoesNotComeToItsMicrobatch) {
                      [](int) { return run_until_error(kSquare, 2.0, 3, [] { ::pause(); }); });
   ASSERT_TRUE(ranks.wait_for_note(3, "stalls"));
   for (const int rank : {0, 1, 2}) ASSERT_TRUE(ranks.wait_for_end(rank));
-  ASSERT_TRUE(await_record(3));  // it hears of the end while it stalls
+  ASSERT_TRUE(await_record(3));  // it learns of the end while it stalls
   for (int rank = 0; rank < 4; ++rank) {
     const json one = record(rank);
     ASSERT_TRUE(one.is_object()) << rank;
@@ -137,7 +137,7 @@ TEST_F(FlightRecord, NamesTheRankThatDoesNotComeToItsMicrobatch) {
 TEST_F(FlightRecord, NamesARankThatWasKilledAndLeftNone) {
   ProcessRanks ranks(4, options(), [](int) {
     return run_until_error(kSquare, 30.0, 1, [] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));  // until the others wait
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));  // the other ranks wait by then
       ::raise(SIGKILL);
     });
   });
@@ -166,7 +166,7 @@ TEST_F(FlightRecord, NamesARankThatWasStopped) {
   EXPECT_THAT(check().output, HasSubstr("flight records of 2 of 2 ranks\n"));
 }
 
-// Nothing has ended: the signal asks a job that goes on.
+// The job has not ended: the signal asks a running job for its record.
 TEST_F(FlightRecord, IsWrittenOnSigusr1) {
   ProcessRanks ranks(2, options(), [](int rank) {
     const StepCase step = some_step(kPair);
@@ -191,7 +191,7 @@ TEST_F(FlightRecord, IsWrittenOnSigusr1) {
   ASSERT_TRUE(ranks.wait_for_note(0, "ran"));
   ASSERT_TRUE(ranks.wait_for_note(1, "blocks"));
   std::string text;
-  bool sleeps = false;  // rank 0 may not have come to its hop, or be about to sleep in it
+  bool sleeps = false;  // rank 0 may not have reached its hop, or be about to sleep in it
   for (int tries = 0; tries < 200 && !sleeps; ++tries) {
     for (const int rank : {0, 1}) {
       std::filesystem::remove(folder_ / ("rank_" + std::to_string(rank) + ".json"));
@@ -275,7 +275,7 @@ TEST_F(FlightRecord, IsWrittenOnACall) {
   EXPECT_EQ(kinds["replica_hop"], 0);
 }
 
-// FSDP2's models have no Reducer.
+// FSDP2 models have no Reducer.
 TEST_F(FlightRecord, OfAReplicaHookIsWrittenOnASignal) {
   const auto outcomes = run_processes(2, options(), [&](int rank) {
     const Mesh mesh = mesh_of({.replicate = 2, .shard = 1});
@@ -303,7 +303,7 @@ TEST_F(FlightRecord, OfAnEarlierRunGoes) {
   EXPECT_TRUE(has_record(7)) << "nobody knows whose that is";
 }
 
-// Written by hand: what ranks of a job leave that were asked at different times.
+// Written by hand: the records that a job's ranks leave when they are asked at different times.
 json hand_written(int rank, double wall_s, const std::vector<int>& ranks, int words,
                   const std::string& last_state = "done", const std::string& error = "") {
   json one{
@@ -385,7 +385,7 @@ TEST_F(FlightRecord, AFolderThatCannotBeIsAnErrorOnAllRanks) {
   for (const RankOutcome& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
 }
 
-// Whatever the moment, what lies there is whole.
+// At any moment the file is whole.
 TEST_F(FlightRecord, OfARankThatDiesWhileItWritesIsWholeOrNotThere) {
   for (int round = 0; round < 10; ++round) {
     ProcessRanks ranks(1, {}, [&](int) -> int {
@@ -400,7 +400,7 @@ TEST_F(FlightRecord, OfARankThatDiesWhileItWritesIsWholeOrNotThere) {
     ranks.signal(0, SIGKILL);
     EXPECT_EQ(ranks.finish()[0].signal, SIGKILL);
     EXPECT_EQ(record(0).at("rank"), 0);
-    const CommandOutcome findings = check();  // a temporary file beside it is none
+    const CommandOutcome findings = check();  // a temporary file beside it is ignored
     EXPECT_EQ(findings.status, 0) << findings.output;
     EXPECT_THAT(findings.output, HasSubstr("flight records of 1 of 1 ranks\n"));
   }
@@ -465,7 +465,7 @@ TEST_F(FlightRecord, RefusesAFolderWithoutOne) {
                         "job with HSDP_FLIGHT_DIR"));
 }
 
-// 2 x 2, seconds of a clock that began with the host.
+// A 2 x 2 mesh; seconds of a clock that started with the host.
 TEST_F(FlightRecord, FollowsTheChainOfWaitsToItsEnd) {
   json records[4];
   for (int rank = 0; rank < 4; ++rank) {

@@ -1,5 +1,5 @@
-// The command as people and scripts use it: its numbers are those that a real run counts, and what
-// it refuses.
+// The command as people and scripts use it: its numbers equal those that a real run counts, and it
+// refuses bad input.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -56,7 +56,7 @@ class HsdpPlan : public testing::Test {
     file << header << std::string(data_bytes, '\0');
   }
 
-  // With an integer tensor, which is no parameter.
+  // With an integer tensor, which is not a parameter.
   void write_model(const std::string& name) {
     json header{{"__metadata__", {{"format", "pt"}}}};
     std::size_t at = 0;
@@ -83,7 +83,7 @@ struct RunCase {
   int stage = 2;
 };
 
-// What a rank of a real run has counted in one step.
+// What one rank of a real run counted in one step.
 struct Counted {
   ReducerStats stats;
   std::int64_t gathered_bytes = 0;
@@ -223,7 +223,7 @@ TEST_F(HsdpPlan, PrintsTables) {
   EXPECT_THAT(run("--version").output, StartsWith("hsdp_plan 0."));
 }
 
-// Its command, and the tables that it prints.
+// A command and the tables that it prints.
 TEST_F(HsdpPlan, PrintsWhatItsPageShows) {
   std::ifstream file(HSDP_PLAN_PAGE);
   const std::string page{std::istreambuf_iterator<char>(file), {}};

@@ -1,4 +1,4 @@
-// What hsdp_run does with the output of its ranks, also when nobody reads it.
+// What hsdp_run does with the output of its ranks, also when nothing reads it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -67,7 +67,7 @@ TEST(HsdpRunOutputTest, TheGraceRunsWhileTheReaderStalls) {
   }
 }
 
-// More than a pipe holds, less than hsdp_run reads ahead: the ranks end, and it waits.
+// More than a pipe holds and less than hsdp_run reads ahead: the ranks end, and hsdp_run waits.
 class HsdpRunReaderTest : public ::testing::Test {
  protected:
   void await_the_ranks_end() {

@@ -1,4 +1,4 @@
-// hsdp_run as its user meets it: status, output, signals, and no process left behind.
+// hsdp_run from its user's view: status, output, signals, and no process left behind.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/stat.h>
@@ -71,7 +71,7 @@ TEST(HsdpRunTest, OthersMayFinishWithinTheGrace) {
 
 TEST(HsdpRunTest, AfterTheGraceComesSigtermThenSigkill) {
   const auto begin = Clock::now();
-  // Rank 1 heeds SIGTERM, rank 2 does not; rank 0 fails when both have their traps.
+  // Rank 1 obeys SIGTERM, rank 2 ignores it; rank 0 fails once both have set their traps.
   RunningJob run({"-n", "3", "--grace-s=0.2"},
                  "case $RANK in 0) exec 3<>$0.fifo; read x <&3; read x <&3; exit 3;; "
                  "1) trap 'echo terminated; exit 0' TERM; echo ready > $0.fifo;; "
@@ -106,7 +106,7 @@ TEST(HsdpRunTest, SignalsGoToAllRanks) {
   }
 }
 
-// Grandchildren too, in the group of their rank and in sessions of their own.
+// Grandchildren too, in their rank's group and in other sessions.
 constexpr const char* kFamily =
     "sh -c 'sleep 1000; : child' \"$0\" & setsid sh -c 'sleep 1000; : child' \"$0\" & echo ready; ";
 

@@ -1,4 +1,4 @@
-// hsdp_run in the background, for tests, and what is left of its processes.
+// hsdp_run in the background, for tests, and a search for processes that it leaves.
 #pragma once
 
 #include <fcntl.h>
@@ -26,7 +26,7 @@ namespace hsdp::test {
 
 using Clock = std::chrono::steady_clock;
 
-// A marker in the command line of every process of one test, by which leftovers are found.
+// A mark in the command line of every process of one test, by which leftovers are found.
 inline std::string marker() {
   static int count = 0;
   return "hsdp_run_test_" + std::to_string(::getpid()) + "_" + std::to_string(count++);
@@ -102,7 +102,7 @@ class RunningJob {
   [[nodiscard]] const std::string& err() const { return texts_[1]; }
   void close_output() { ::close(std::exchange(sources_[0], ::open("/dev/null", O_RDONLY))); }
 
-  // Waits until so many lines of output hold that text.
+  // Waits until that many lines of output contain the text.
   bool await_lines(const std::string& text, int count) {
     return eventually([&] {
       read_all();
@@ -124,7 +124,7 @@ class RunningJob {
     return status_;
   }
 
-  // Reads nothing until its output (1) or errors (2) stand still.
+  // Reads nothing until the output (1) or the errors (2) stop growing.
   bool await_stall(int fd) {
     int unread = 0;
     auto since = Clock::now();
@@ -135,7 +135,7 @@ class RunningJob {
       return Clock::now() - since > std::chrono::milliseconds(300);
     });
   }
-  // Its end while nobody reads: the status, or -1 when it goes on.
+  // Waits for its end while nothing reads. Returns the status, or -1 if it is still running.
   int finish_unread(double seconds) {
     eventually([&] { return has_ended(); }, seconds);
     return status_;

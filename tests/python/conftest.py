@@ -18,33 +18,33 @@ from typing import Any
 
 import fork_ranks
 import pytest
-from fork_ranks import free_port as free_port  # tests have it from here
+from fork_ranks import free_port as free_port  # for the tests
 
 LIMIT_S = 120.0
 
-os.environ["OMP_NUM_THREADS"] = "1"  # of all processes; before any imports torch
+os.environ["OMP_NUM_THREADS"] = "1"  # for all processes, before any of them imports torch
 
 
 def program(name: str) -> str:
-    """hsdp_run or hsdp_check: of the build under test, else of the environment."""
+    """Finds hsdp_run or hsdp_check: in the build under test, else in the environment."""
     folder = os.environ.get("HSDP_TOOLS")
     return str(pathlib.Path(folder) / name) if folder else name
 
 
 def own_rank() -> int:
-    """Of a rank, by its launcher's variable; 0 elsewhere."""
+    """This rank, by its launcher's variable; 0 outside a job."""
     return int(os.environ.get("RANK", "0"))
 
 
 def is_readable(descriptor: int, limit_s: float) -> bool:
-    """Or, of a process, over; waits for it."""
+    """Whether the descriptor is readable within the limit. A process's is once the process has ended."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(1000 * limit_s))
 
 
 class Job:
-    """A started job. `wait` gives what each rank returned."""
+    """A started job. `wait` returns what each rank returned."""
 
     def __init__(self, leader: int, folder: pathlib.Path, size: int) -> None:
         self.leader = leader
@@ -53,7 +53,7 @@ class Job:
         try:
             self.end: int | None = os.pidfd_open(leader)
         except ProcessLookupError:
-            self.end = None  # it was faster
+            self.end = None  # it has ended already
 
     def wait(self, limit_s: float = LIMIT_S, may_fail: bool = False) -> list[Any]:
         if not self._ended(limit_s):
@@ -87,14 +87,14 @@ class Job:
 
 
 class Forks:
-    """The process that forks the ranks of jobs: what fork_ranks.py says."""
+    """The process that forks the ranks of jobs, as fork_ranks.py describes."""
 
     def __init__(self, file: pathlib.Path | None = None) -> None:
-        """A fork of this process, or one that imports the file."""
+        """Forks this process, or starts a Python that imports the file."""
         ours, theirs = socket.socketpair()
         self.process = fork_ranks.fork()
         if self.process == 0:
-            ours.close()  # or it would never read the end of its jobs
+            ours.close()  # otherwise it would never see the end of its input
             os.dup2(theirs.fileno(), 0)
             os.dup2(theirs.fileno(), 1)
             if file is None:
@@ -161,7 +161,7 @@ OF_PYTEST = pytest.StashKey[Forks]()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtestloop(session: pytest.Session) -> Generator[None, bool, bool]:
-    """Forks this process before the first test, when nothing in it has run."""
+    """Forks this process before the first test, when nothing has run in it yet."""
     if "torch" not in sys.modules or not any("forks" in item.fixturenames for item in session.items):
         return (yield)
     with closing(Forks()) as session.config.stash[OF_PYTEST]:
@@ -188,14 +188,14 @@ def ranks(forks: Forks, tmp_path: pathlib.Path) -> Iterator[Launcher]:
 def module_ranks(
     forks: Forks, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Launcher]:
-    """The same for jobs of which several tests look at the result."""
+    """The same, for jobs whose result several tests look at."""
     with closing(Launcher(forks, tmp_path_factory.mktemp("jobs"))) as launcher:
         yield launcher
 
 
 def on_ranks(size: int | Callable[..., int]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a function a test that runs on each of so many ranks, or of as many as `size` makes of the
-    test's arguments. A path comes as text.
+    """Turns a function into a test that runs on each of `size` ranks; `size` may compute that from the test's
+    arguments. A path arrives as text.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -221,7 +221,7 @@ def _signature(*names: str) -> inspect.Signature:
 def on_mesh(
     replicate: int, shard: int, **options: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The same for a function whose first argument is a mesh of them all."""
+    """The same for a function whose first argument is a mesh of all ranks."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -239,7 +239,7 @@ def on_mesh(
 
 
 def on_meshes(*shapes: tuple[int, int]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The same on meshes of these sizes, replicate and shard, one after the other."""
+    """The same on meshes of these sizes, (replicate, shard), one after the other."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)

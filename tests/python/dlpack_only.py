@@ -1,4 +1,4 @@
-"""An array that can nothing but DLPack, as arrays of other libraries look from here."""
+"""An array that supports DLPack and nothing else, as arrays of other libraries do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy as np
 
 
 class DlpackOnly:
-    """Exports a NumPy array by DLPack: versioned (which knows read-only memory) or not."""
+    """Exports a NumPy array by DLPack, with the versioned protocol (which marks read-only memory) or
+    without."""
 
     def __init__(self, array: np.ndarray[Any, Any], versioned: bool = True) -> None:
         self._array = array
@@ -27,7 +28,7 @@ class DlpackOnly:
 
 
 class Tensor(ctypes.Structure):
-    """What DLPack says of an array."""
+    """DLPack's description of an array."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -48,7 +49,7 @@ class _Managed(ctypes.Structure):
 
 
 class Handmade:
-    """A capsule made by hand: any device, dtype and byte offset, for what NumPy cannot export."""
+    """A hand-made capsule with any device, dtype and byte offset, for what NumPy cannot export."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Handmade:
 
 
 def capsule(struct: ctypes.Structure, name: bytes) -> Any:
-    """A capsule with its address. Both it and the name live as long as somebody keeps them."""
+    """A capsule with this address. The memory and the name live as long as something refers to them."""
     make = ctypes.pythonapi.PyCapsule_New
     make.restype = ctypes.py_object
     make.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]

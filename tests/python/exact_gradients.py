@@ -1,5 +1,5 @@
-"""Gradients of whole numbers, whose sums and means over two or four ranks are exact: a training by several
-ranks has the bits of one by a single process.
+"""Gradients of whole numbers. Their sums and means over two or four ranks are exact, so training on several
+ranks gives the bits of a single process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def assign(model: nn.Module, seed: int, rank: int, unused: Collection[str] = ())
 
 
 def assign_mean(model: nn.Module, seed: int, size: int, unused: Collection[str] = ()) -> None:
-    """What all ranks' gradients come to."""
+    """Assigns the mean of all ranks' gradients."""
     sums: dict[nn.Parameter, torch.Tensor] = {}
     for rank in range(size):
         assign(model, seed, rank, unused)

@@ -10,7 +10,7 @@ import torch
 import hsdp
 
 MICROBATCHES = 2
-UNIT = 2.0**-36  # sums of a few of these beside small integers are exact in f64, and not in f32
+UNIT = 2.0**-36  # sums of a few of these and small integers are exact in f64, but not in f32
 
 #: the inputs of a step, microbatch and rank, one for each parameter
 Inputs = Callable[[int, int, int], list[torch.Tensor]]
@@ -32,7 +32,7 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
 
 
 def released(stage: int) -> dict[str, Any]:
-    """Small as they are, at stage 3."""
+    """Options that release parameters at stage 3 although they are small."""
     return {"persistence_threshold": 0} if stage == 3 else {}
 
 

@@ -1,14 +1,14 @@
-"""Runs jobs of test files: one job in each line that it reads.
+"""Runs jobs of test files: one job for each line of its input.
 
-A process that has imported the tests does it, as that takes longer than most jobs. For each job a fork
-leads it, whose forks are the ranks; its process id is answered. Ranks so share the seed of string hashes;
-those of examples and pages, which hsdp_run starts, do not. A job leaves in its folder what was printed
-(`output`), what the function returned on each rank (`0.json`) and, at its end, the first status that is
-not 0 (`status`).
+The process has imported the tests, as that takes longer than most jobs. For each job it forks a leader, whose
+forks are the ranks, and answers with the leader's process id. The ranks share the seed of string hashes,
+unlike those of examples and pages, which hsdp_run starts. A job leaves in its folder what was printed
+(`output`), what the function returned on each rank (`0.json`) and, at its end, the first status that is not 0
+(`status`).
 
-The process is pytest's fork where there is torch, which takes seconds to import. Its ranks do what is
-registered for the exit, and then just end; those of examples and pages end as programs do. Without torch it
-is `fork_ranks.py FILE`, whose ranks end so too.
+With torch, which takes seconds to import, the process is a fork of pytest. Its ranks run their exit handlers
+and then just end; those of examples and pages end as programs do. Without torch it is `fork_ranks.py FILE`,
+and its ranks end as programs do too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import traceback
 from types import ModuleType
 from typing import Any, NoReturn
 
-GRACE_S = 5.0  # for the others, when a rank has failed
+GRACE_S = 5.0  # for the other ranks, when one has failed
 PR_SET_PDEATHSIG = 1
 
 
@@ -87,7 +87,7 @@ def prepare_leader(job: dict[str, Any]) -> None:
 
 
 def lead(children: set[int]) -> int:
-    """Waits for the ranks. When one has failed the others have GRACE_S to end by themselves."""
+    """Waits for the ranks. Once one has failed the others have GRACE_S to end by themselves."""
     first = 0
     deadline = float("inf")
     while children:
@@ -107,7 +107,7 @@ def lead(children: set[int]) -> int:
 
 
 def run_rank(job: dict[str, Any], rank: int) -> None:
-    """All ranks make the same torch models, but where the test seeds them otherwise."""
+    """All ranks make the same torch models, unless the test seeds them differently."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     module = load(pathlib.Path(job["file"]))
     if "torch" in sys.modules:
@@ -118,7 +118,7 @@ def run_rank(job: dict[str, Any], rank: int) -> None:
 
 
 def run_job(job: dict[str, Any]) -> None:
-    """Returns on a rank alone."""
+    """Returns only on a rank; the leader exits."""
     prepare_leader(job)
     children: set[int] = set()
     for rank in range(job["size"]):
@@ -133,21 +133,21 @@ def run_job(job: dict[str, Any]) -> None:
 
 def serve() -> None:
     """Returns on a rank, and when there are no more jobs."""
-    gc.freeze()  # else a rank that collects garbage copies all memory
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for leaders
+    gc.freeze()  # otherwise a rank's garbage collection would copy all memory
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the leaders are not waited for
     for line in sys.stdin:
         leader = fork()
         if leader == 0:
             return run_job(json.loads(line))
-        with contextlib.suppress(OSError):  # it is its own already, or has ended
+        with contextlib.suppress(OSError):  # it leads its group already, or has ended
             os.setpgid(leader, leader)
         print(leader, flush=True)
 
 
 def serve_and_exit() -> NoReturn:
-    """In a fork of pytest, of which nothing else may run."""
-    importlib.import_module("torch._dynamo")  # an optimizer's first step would import it
-    faulthandler.disable()  # it writes where pytest does
+    """Called in a fork of pytest, in which nothing else may run."""
+    importlib.import_module("torch._dynamo")  # otherwise an optimizer's first step would import it
+    faulthandler.disable()  # it writes to pytest's output
     sys.stdin = open(0, closefd=False)
     sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
     code = 0

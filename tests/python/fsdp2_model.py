@@ -1,4 +1,4 @@
-"""A small model, its data, and its gradients in float64: what runs on FSDP2 are held to."""
+"""A small model, its data, and its float64 gradients, with which runs on FSDP2 are compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Gradients = dict[str, torch.Tensor]
 
 
 class Net(nn.Module):
-    """Widths 3, 16 and 17, which no shard group divides; two layers share a weight."""
+    """Widths 3, 16 and 17, which no shard group divides evenly. Two layers share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 def start_torch(folder: str) -> None:
-    """torch.distributed over gloo on the ranks of the launcher."""
+    """Starts torch.distributed over gloo on the launcher's ranks."""
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store_{os.environ['HSDP_JOB']}",
         rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]),
@@ -52,7 +52,7 @@ def device_mesh(replicate: int, shard: int) -> Any:
 def make_model(
     mesh: Any, reduce_dtype: torch.dtype | None = None, model: nn.Module | None = None
 ) -> Any:
-    """A Net (the same on every rank) under fully_shard: `first` and `last` apart from the rest."""
+    """A Net (the same on every rank) under fully_shard: `first`, `last` and the rest are separate modules."""
     torch.manual_seed(5)
     net: Any = Net() if model is None else model
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
@@ -69,7 +69,7 @@ def batch(step: int, microbatch: int, rank: int) -> tuple[torch.Tensor, torch.Te
 
 
 def loss_of(model: Any, step: int, microbatch: int, rank: int) -> torch.Tensor:
-    """In the precision of the model's parameters."""
+    """One microbatch in the precision of the model's parameters."""
     dtype = next(model.parameters()).dtype
     x, y = (t.to(dtype) for t in batch(step, microbatch, rank))
     return nn.functional.mse_loss(model(x), y)
@@ -87,30 +87,30 @@ def expected_gradients(weights: Mapping[str, torch.Tensor], step: int, size: int
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, gathered."""
+    """The gathered parameters."""
     return {n: p.detach().full_tensor() for n, p in model.named_parameters()}  # type: ignore
 
 
 def whole_gradients(model: nn.Module) -> Gradients:
-    """Gradients, gathered."""
+    """The gathered gradients."""
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}  # type: ignore
 
 
 def squared_error(got: Gradients, expected: Gradients) -> float:
-    """Over all parameters, relative to what was expected."""
+    """The squared error over all parameters, relative to the expected gradients."""
     assert list(got) == list(expected)
     off = sum(float((got[n].double() - expected[n]).square().sum()) for n in got)
     return off / sum(float(g.square().sum()) for g in expected.values())
 
 
 def worst_error(got: Gradients, expected: Gradients) -> float:
-    """The relative L2 distance of the worst parameter."""
+    """The largest relative L2 error of a parameter."""
     assert list(got) == list(expected)
     return max(float((got[n].double() - e).norm() / e.norm()) for n, e in expected.items())
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Of the bits of this rank's gradients."""
+    """A hash of the bits of this rank's gradients."""
     digest = hashlib.sha256()
     for p in model.parameters():
         assert p.grad is not None
@@ -119,7 +119,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 class TwoParts(nn.Module):
-    """`late` is left out where a microbatch says so."""
+    """A microbatch may leave out `late`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class TwoParts(nn.Module):
 
 
 def two_parts(shard_mesh: Any) -> Any:
-    """Each part apart under fully_shard; the same on every rank."""
+    """Each part is a separate module under fully_shard; the same on every rank."""
     torch.manual_seed(3)
     model: Any = TwoParts()
     for module in (model.early, model.late, model):
@@ -149,19 +149,19 @@ def mlp(width: int) -> nn.Sequential:
 
 
 class CountedNet(nn.Sequential):
-    """A layer of the root's own and three MLPs, as PyTorch counts collectives of."""
+    """A layer in the root and three MLPs, as in PyTorch's test that counts collectives."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
         super().__init__(nn.Linear(7, 7), mlp(7), mlp(7), mlp(7))
 
     def parts(self) -> dict[str, nn.Module]:
-        """What is sharded apart, and has flags of its own."""
+        """The modules that are sharded separately and have flags."""
         return {"root": self, "mlp1": self[1], "mlp2": self[2], "mlp3": self[3]}
 
 
-# Of three microbatches: whose flag is off but in the last one, and how many reduce-scatters and
-# all-reduces there are.
+# For three microbatches: which modules' flags are off in all but the last one, and how many reduce-scatters
+# and all-reduces follow.
 ALL = ["root", "mlp1", "mlp2", "mlp3"]
 COUNTS = [
     ("all_reduce", ALL, [12, 4]),

@@ -1,4 +1,4 @@
-"""Arrays on a GPU of the stand-in for the CUDA runtime, as CuPy's look from here."""
+"""Arrays on a GPU of the stand-in for the CUDA runtime, which look as CuPy's do."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ CUDA = 2
 
 
 class GpuArray:
-    """`values` once `stream` has come to it; before, rubbish."""
+    """Holds `values` once `stream` has written them, and garbage before."""
 
     def __init__(self, values: Any, stream: int, index: int = 0) -> None:
         self.memory = np.full_like(values, 99)
         self.stream = stream
-        self.streams: list[int] = []  # what consumers passed
+        self.streams: list[int] = []  # the streams that consumers passed
         self._index = index
-        self._alive: list[Any] = []  # until everything is done
+        self._alive: list[Any] = []  # until all work is done
         self.write(values)
 
     def write(self, values: np.ndarray[Any, Any]) -> None:
-        """Enqueued."""
+        """Enqueues a write."""
         source = np.array(values, self.memory.dtype)
         self._alive.append(source)
         stand_in.copy(self.stream, self.memory.ctypes.data, source.ctypes.data, source.nbytes)
 
     def read(self) -> np.ndarray[Any, Any]:
-        """What is there when its stream is done."""
+        """What the memory holds once its stream is done."""
         stand_in.synchronize(self.stream)
         return self.memory.copy()
 
@@ -71,17 +71,17 @@ class _ExchangeApi(ctypes.Structure):
 
 
 class TensorLike(GpuArray):
-    """With functions of C's to look at it, as torch's class has them."""
+    """With C functions to look at it, as torch.Tensor has them."""
 
     current_stream = 0
-    asked: list[tuple[int, int]] = []  # for the stream of which devices
+    asked: list[tuple[int, int]] = []  # the devices whose stream was asked for
 
     def __init__(self, values: Any, stream: int, index: int = 0) -> None:
         super().__init__(values, stream, index)
         self.exported = Handmade(self.memory, (CUDA, index), CODES[str(self.memory.dtype)])
 
     def is_neg(self) -> bool:
-        """As torch says it."""
+        """As torch.Tensor.is_neg()."""
         return False
 
 
@@ -104,7 +104,7 @@ setattr(TensorLike, "__dlpack_c_exchange_api__", capsule(_API, _NAME))
 
 
 class Reader:
-    """Copies of memory of hsdp, made by a stream that takes it by DLPack."""
+    """Copies memory of hsdp on a stream for which it takes the array by DLPack."""
 
     def __init__(self, array: Any, stream: int) -> None:
         assert array.__dlpack_device__() == (CUDA, 0)

@@ -1,4 +1,4 @@
-"""A mesh of one rank, and what most tests do with a Reducer."""
+"""A mesh of one rank, and what most tests do with its Reducer."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def attached_to(model: Any, mesh: hsdp.Mesh, keep_grads: bool = False, **options
 
 
 def add_gradient(reducer: hsdp.Reducer, name: str, gradient: Any, **microbatch: Any) -> None:
-    """A microbatch with one gradient."""
+    """Runs a microbatch with one gradient."""
     with reducer.microbatch(**microbatch):
         reducer.gradient_ready(name, gradient)
 
 
 def message_of(call: Callable[[], Any]) -> str:
-    """The UsageError's that it raises."""
+    """The text of the UsageError that the call raises."""
     with pytest.raises(hsdp.UsageError) as error:
         call()
     return str(error.value)

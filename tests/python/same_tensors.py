@@ -1,4 +1,4 @@
-"""What several tests compare."""
+"""Comparisons that several tests use."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 
 def require_same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> None:
-    """The same keys and values, to the bit."""
+    """Asserts the same keys and values, to the bit."""
     assert left.keys() == right.keys()
     for key, value in left.items():
         assert torch.equal(value, right[key]), key
 
 
 def same(one: Any, other: Any) -> bool:
-    """Of tensors in dictionaries and lists, to the bit, dtypes included."""
+    """Compares tensors in dictionaries and lists, to the bit, with their dtypes."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, Mapping):
@@ -29,7 +29,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def states_of(optimizer: Any) -> dict[str, torch.Tensor]:
-    """Of a ShardedOptimizer, whole, by number and name."""
+    """The whole states of a ShardedOptimizer, by number and name."""
     return {
         f"{number} {key}": torch.as_tensor(value)
         for number, state in optimizer.full_state_dict()["state"].items() for key, value in state.items()
@@ -37,18 +37,18 @@ def states_of(optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def parameters_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """By name, as they are now and will be."""
+    """The parameters by name, as they are now, in memory that does not change later."""
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
 def max_difference(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> float:
-    """The largest of any element of the same keys."""
+    """The largest difference of any element, over the same keys."""
     assert left.keys() == right.keys()
     return max(float((left[key].double() - right[key].double()).abs().max()) for key in left)
 
 
 def differing_ranks(model: torch.nn.Module) -> int:
-    """How many ranks of torch.distributed have other parameters than rank 0. Collective."""
+    """How many ranks of torch.distributed have parameters that differ from rank 0's. Collective."""
     mine = b"".join(p.numpy().tobytes() for p in parameters_of(model).values())
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, hashlib.sha256(mine).hexdigest())

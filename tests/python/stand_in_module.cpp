@@ -1,5 +1,5 @@
-// hsdp._hsdp on the stand-in for the CUDA runtime, with what tests do to its GPUs: the memory of a
-// GPU is that of the process, and its streams are threads.
+// hsdp._hsdp on the stand-in for the CUDA runtime, with calls by which tests control its GPUs. A
+// GPU's memory is the process's, and its streams are threads.
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
@@ -41,7 +41,7 @@ MeshHandle init_mesh(int replicate, int shard, int index) {
 }
 
 std::uintptr_t make_stream() {
-  static auto* const streams = new std::vector<hsdp::Stream>;  // for good
+  static auto* const streams = new std::vector<hsdp::Stream>;  // never destroyed
   streams->push_back(hsdp::Stream::create(kGpu, "test"));
   return reinterpret_cast<std::uintptr_t>(streams->back().native_handle());
 }
@@ -51,7 +51,7 @@ void synchronize(std::uintptr_t stream) {
   borrow(stream).synchronize();
 }
 
-// `later` goes on after what `earlier` has been given; both as DLPack names them.
+// `later` continues after the work given to `earlier` so far; both as DLPack names them.
 void order(std::uintptr_t later, std::uintptr_t earlier) {
   hsdp::python::stream_of_dlpack(kGpu, later)
       .wait(hsdp::python::stream_of_dlpack(kGpu, earlier).record());
@@ -63,7 +63,7 @@ void copy(std::uintptr_t stream, std::uintptr_t to, std::uintptr_t from, std::si
 
 bool is_done(std::uintptr_t stream) { return borrow(stream).record().complete(); }
 
-// `with Standstill():` no stream gets on.
+// `with Standstill():` no stream makes progress.
 class Standstill {
  public:
   void enter() { now_.emplace(); }

@@ -17,7 +17,7 @@ from dlpack_only import DlpackOnly
 import hsdp
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
-BIG = (1 << 62) + 1  # which no float holds
+BIG = (1 << 62) + 1  # no float can represent it
 
 
 @on_mesh(1, 3)
@@ -50,7 +50,7 @@ def rows_of(dtype: Any) -> list[np.ndarray[Any, Any]]:
 
 
 def require_reduced(world: hsdp.Communicator, make: Callable[[Any], Any], dtype: Any) -> None:
-    """NaN where any rank has one, else the largest or smallest, bit for bit."""
+    """NaN where any rank has one, otherwise the largest or smallest, bit for bit."""
     rows = rows_of(dtype)
     for op, pick in (("max", np.maximum), ("min", np.minimum)):
         x = make(rows[world.rank].copy())
@@ -86,7 +86,7 @@ def test_maximum_and_minimum_of_arrays(mesh: hsdp.Mesh) -> None:
         for kind in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64):
             dtype = np.int64 if kind is torch.int64 else np.float32
             require_reduced(world, lambda x: torch.from_numpy(x).to(kind), dtype)
-        # one rank's array may be another library's
+        # one rank's array may come from another library
         x = torch.full((3,), mesh.rank, dtype=torch.bfloat16)
         y = np.full(3, mesh.rank, ml_dtypes.bfloat16)
         both = world.all_reduce(x if mesh.rank else y, op="max")
@@ -116,7 +116,7 @@ def run_differing() -> list[str]:
             with pytest.raises(hsdp.MismatchError) as caught:
                 call()
             said.append(f"{list(caught.value.ranks)} {caught.value}")
-        assert world.all_reduce(mesh.rank) == 1  # all go on
+        assert world.all_reduce(mesh.rank) == 1  # the mesh stays usable
     return said
 
 
@@ -148,7 +148,7 @@ def run_other_calls(folder: str) -> list[str]:
             with pytest.raises(hsdp.MismatchError) as caught:
                 calls[i - mesh.rank]()
             said.append(str(caught.value))
-        assert mesh.world.all_reduce(mesh.rank) == 1  # all go on
+        assert mesh.world.all_reduce(mesh.rank) == 1  # the mesh stays usable
     return said
 
 

@@ -1,4 +1,4 @@
-"""Which arrays are taken, and what the arrays that come back can do."""
+"""Which arrays are accepted, and what the returned arrays support."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_arrays_are_exported_without_a_copy(mesh: hsdp.Mesh, version: Any) -> No
     assert x.__dlpack_device__() == (1, 0)
     capsule = x.__dlpack__(max_version=version)
     assert ("versioned" in repr(capsule)) == (version is not None)
-    del capsule  # never taken: it must free the export
+    del capsule  # not consumed: it must free the export
     view = np.from_dlpack(x)
     assert view.ctypes.data == x.data_ptr
     with pytest.raises(BufferError, match="copy"):
@@ -147,7 +147,7 @@ def test_views_outlive_everything(mesh: hsdp.Mesh) -> None:
     gc.collect()
     assert gone() is None
     assert all((np.asarray(view) == 7).all() for view in views)
-    views[0][:] = 8  # the memory is still one
+    views[0][:] = 8  # the memory is shared
     assert all((np.asarray(view) == 8).all() for view in views)
 
 

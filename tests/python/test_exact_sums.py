@@ -29,7 +29,7 @@ def rounded(x: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
 
 
 def expected_mean(name: str, mesh: hsdp.Mesh, dtype: str, wire: str, replica_wire: str) -> Any:
-    """Carry per replica in ascending rank, then the replicas, then one division."""
+    """Carries for each replica in ascending rank, then over the replicas, then one division."""
     totals = []
     for replica in range(mesh.replicate_size):
         carry = np.zeros(SHAPES[name], np.float32)
@@ -52,7 +52,7 @@ def expected_mean(name: str, mesh: hsdp.Mesh, dtype: str, wire: str, replica_wir
 
 
 def handed_over(x: np.ndarray[Any, Any], rank: int) -> Any:
-    """The same values as each rank's favourite kind of array."""
+    """The same values, on each rank as another kind of array."""
     if rank == 1:
         return np.asfortranarray(x) if x.ndim > 0 else x
     if rank == 2 and x.dtype != ml_dtypes.bfloat16:
@@ -130,7 +130,7 @@ def test_collectives_are_exact(mesh: hsdp.Mesh) -> None:
 
 
 def check_moves(world: hsdp.Communicator) -> None:
-    """all_gather, broadcast and shared memory: bytes arrive where they belong."""
+    """all_gather, broadcast and shared memory: every byte arrives at its place."""
     ragged = np.full(world.rank * 2, world.rank, np.uint8)
     assert world.all_gather(ragged).numpy().tolist() == [1, 1, 2, 2, 2, 2]
     out = np.zeros(7, ml_dtypes.bfloat16)

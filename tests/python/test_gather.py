@@ -33,7 +33,7 @@ def test_gathers_complete_parameters(mesh: hsdp.Mesh, dtype: str, unit_bytes: in
     slices = {name: reducer.slice(name) for name in SHAPES}
     masters = {name: np.zeros(s.count, np.float32) for name, s in slices.items()}
     gather = hsdp.zero.ParameterGather(reducer, arrays, masters, unit_bytes)
-    gather.wait_all()  # nothing was started
+    gather.wait_all()  # nothing was started yet
     for step in range(3):
         gather.fence()
         for name, own in slices.items():
@@ -50,7 +50,7 @@ def test_gathers_complete_parameters(mesh: hsdp.Mesh, dtype: str, unit_bytes: in
     assert set(times) == {name for name in SHAPES if np.prod(SHAPES[name]) > 0}
     assert all(began <= begin <= end <= time.monotonic() for begin, end in times.values())
     other = {name: np.full_like(array, 7) for name, array in arrays.items()}
-    if mesh.rank == 0:  # local
+    if mesh.rank == 0:  # a local call
         for name, array in other.items():
             gather.rebind(name, array)
     gather.start()
@@ -85,5 +85,5 @@ def test_what_is_refused() -> None:
         assert "unit_bytes" in message(reducer, {"w": whole}, None, 0)
         gather = hsdp.zero.ParameterGather(reducer, {"w": whole})
         reducer.close()
-        gather.start()  # it needs nothing of the Reducer
+        gather.start()  # it needs nothing from the Reducer
         gather.wait_all()

@@ -1,4 +1,4 @@
-"""The report of a run on GPUs, where programs and driver are stand-ins of a few lines."""
+"""The report of a run on GPUs. Stand-ins of a few lines replace the programs and the driver."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ echo '  sum 8 rows of bf16, add, divide       1500 GB/s   50.0 %  below the aim 
 CHECK_NCCL = """[ "$RANK" = 0 ] || exit 0
 echo "ok  moves"
 echo 'exact   16 MiB f32, 2 ranks: reduce_scatter     1.25 ms, all_reduce     2.50 ms'"""
-# torch takes seconds to import, in every run.
+# Importing torch takes seconds in every run.
 TORCH = """from types import SimpleNamespace as Names
 __version__ = "2.13.0"
 version = Names(cuda="13.0")
@@ -53,7 +53,7 @@ def write_program(path: pathlib.Path, text: str) -> None:
 
 @pytest.fixture
 def machine(tmp_path: pathlib.Path) -> pathlib.Path:
-    """A folder with `bin` for the PATH, which has a driver, `built` with check programs, and a torch."""
+    """A folder with `bin` for the PATH, which contains a driver, `built` check programs, and a torch."""
     for folder in ("bin", "built", "site"):
         (tmp_path / folder).mkdir()
     (tmp_path / "site" / "torch.py").write_text(TORCH)
@@ -77,7 +77,7 @@ def start(machine: pathlib.Path, *arguments: str, **variables: str) -> subproces
 
 
 def run(machine: pathlib.Path, *arguments: str, **variables: str) -> tuple[int, Any, str]:
-    """The exit status, the report as JSON, and all that was printed."""
+    """Returns the exit status, the report as JSON, and everything that was printed."""
     process = start(machine, *arguments, **variables)
     text, _ = process.communicate(timeout=120)
     file = machine / "out" / "report.json"
@@ -106,11 +106,11 @@ def test_what_programs_print_is_in_the_report(machine: pathlib.Path) -> None:
     assert measured["copy, 64 MiB"]["value"] == 3000
     assert measured["pack f32 to bf16, 64 MiB"]["note"] == "2850 GB/s"
     assert "below goal" in measured["sum 8 rows of bf16, add, divide, 64 MiB"]["note"]
-    assert stage(report, "kernel bandwidths")["verdict"] == "ok"  # a missed goal fails nothing
+    assert stage(report, "kernel bandwidths")["verdict"] == "ok"  # a missed goal is not a failure
     nccl = verdicts(report, "engine over NCCL")
     assert set(nccl) == {"nccl 1x2", "nccl 1x2: moves", "nccl 2x1", "nccl 2x1: moves"}
     assert stage(report, "engine over NCCL")["measurements"][0]["value"] == 1.25
-    assert not stage(report, "engine over NCCL")["notes"]  # two GPUs: nothing is shared
+    assert not stage(report, "engine over NCCL")["notes"]  # two GPUs: no two ranks share one
     rules = verdicts(report, "rules of NCCL")
     assert rules["nccl 1x2: the rules of NCCL"] == ("not run", "the shim was not built")
     assert {name.split(":")[0] for name in rules} == {
@@ -194,7 +194,7 @@ def test_a_kit_for_another_python(machine: pathlib.Path) -> None:
     assert verdict == "not run"
     assert detail.startswith(f"the module was built for Python 3.99, this one is {here}")
     assert report["commit"] == "abc" and report["machine"]["kit"]["cuda"] == "13.0"
-    # Only what this machine lacks is lent to the programs.
+    # The programs borrow only what this machine lacks.
     assert [file.name for file in (machine / "out" / "lib").iterdir()] == ["libof_the_kit.so.1"]
 
 
@@ -234,7 +234,7 @@ def test_the_architecture_to_compile_for(machine: pathlib.Path, monkeypatch: pyt
     monkeypatch.delenv("HSDP_GPU_ARCH")
     write_program(machine / "bin" / "nvcc", "echo compute_80; echo compute_90; echo compute_100")
     assert facts.architecture() == "90"
-    write_program(machine / "bin" / "nvcc", "echo compute_75; echo compute_80")  # older than the GPU
+    write_program(machine / "bin" / "nvcc", "echo compute_75; echo compute_80")  # it does not know the GPU yet
     assert facts.architecture() == "80"
 
 
@@ -268,7 +268,7 @@ def test_what_a_build_that_fails_says() -> None:
     assert command.Ended(0, "0 error: s", 1.0, 9.0).first_error() == ""
 
 
-# In place of CMake: configures, and compiles check_nccl but not check_device.
+# Replaces CMake: configures, and compiles check_nccl but not check_device.
 CMAKE = """case "$*" in
   *--build*) touch "$2/check_nccl"; echo "a.cpp:1:2: error: no b"; exit 2 ;;
   *--version*) echo "cmake version 3.30.0" ;;
@@ -318,7 +318,7 @@ def test_a_rank_that_runs_out_of_time_is_named(machine: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_signal_ends_all_and_leaves_a_report(machine: pathlib.Path, name: str) -> None:
-    """Also what a check has put into a session of its own, as ninja's children may be."""
+    """Also what a check has started in another session, as ninja's children may be."""
     number = signal.Signals[name]
     (machine / "out").mkdir()
     (machine / "out" / "report.json").write_text("older")
@@ -359,7 +359,7 @@ def test_a_report_begins_with_all_that_is_not_reached(machine: pathlib.Path) -> 
         time.sleep(0.05)
     process.kill()
     process.communicate()
-    # Before the first stage is left out that one says "not reached", and the others "as above".
+    # The first stage left out after a failure says "not reached", the ones after it "as above".
     report = json.loads((machine / "out" / "report.json").read_text())
     assert verdicts(report, "kernel bandwidths") == {"kernel bandwidths": ("not run", "not reached")}
 
@@ -401,7 +401,7 @@ int main(int count, char** words) {
 
 @pytest.mark.skipif("HSDP_NCCL_SHIM" not in os.environ, reason="run by ctest, which names the shim")
 def test_the_shim_has_revoke_where_the_library_below_has_it(tmp_path: pathlib.Path) -> None:
-    """Or a program would call it over an NCCL before 2.28.7."""
+    """A program that called it would fail over an NCCL before 2.28.7."""
     def compiled(name: str, text: str, *options: str) -> str:
         (tmp_path / f"{name}.c").write_text(text)
         words = ["cc", str(tmp_path / f"{name}.c"), "-o", str(tmp_path / name), *options, "-ldl"]
@@ -416,7 +416,7 @@ def test_the_shim_has_revoke_where_the_library_below_has_it(tmp_path: pathlib.Pa
         assert subprocess.run(words, env={**os.environ, "HSDP_NCCL_SHIM_OVER": over}).returncode == found
 
 
-# Sources that tests/gpu, a project of its own, does not need. Its other lists are folders.
+# Sources that tests/gpu, as a separate project, does not need. Its other lists are folders.
 LEFT_OUT = {
     "hsdp": "compare flight_record row_reducer snapshot trace validate",
     "hsdp/comm": "connect_world descriptor_limit no_mpi no_nccl retry",
@@ -436,7 +436,7 @@ LEFT_OUT = {
 
 
 def test_no_source_is_forgotten_where_the_checks_are_a_project_of_their_own() -> None:
-    """Without nvcc nothing else notices that they do not link."""
+    """Without nvcc no other test notices that they do not link."""
     listed = re.findall(r"[\w/]+", (RUN.parent / "CMakeLists.txt").read_text())
     known = {word.rpartition("/")[2] for word in listed}
     for folder, left_out in LEFT_OUT.items():

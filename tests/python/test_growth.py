@@ -1,6 +1,6 @@
-"""Thousands of steps leave memory, descriptors and threads as they were.
+"""Thousands of steps leave memory, descriptors and threads unchanged.
 
-HSDP_GROWTH_STEPS says how many: 1,000, and 10,000 at night.
+HSDP_GROWTH_STEPS says how many: 1,000 by default, 10,000 at night.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GROWTH_BYTES_A_STEP = 1500
 
 
 def resources() -> tuple[int, int, int]:
-    """Resident bytes, descriptors, threads of this process."""
+    """Resident bytes, descriptors and threads of this process."""
     gc.collect()
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
     folders = [len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task")]
@@ -64,7 +64,7 @@ def run_steps(count: int) -> list[list[int]]:
 
 
 def run_all(reducer: hsdp.Reducer, mesh: hsdp.Mesh, count: int) -> None:
-    # An abandoned step is one that every rank abandons or hears of: here all raise alike.
+    # A step is abandoned on every rank, or every rank is told. Here all ranks raise.
     try:
         steps(reducer, mesh, count)
     except hsdp.StepAbortedError:
@@ -73,7 +73,7 @@ def run_all(reducer: hsdp.Reducer, mesh: hsdp.Mesh, count: int) -> None:
 
 def check(before: list[int], after: list[int], limit_bytes: int = GROWTH_BYTES) -> None:
     assert after[0] - before[0] < limit_bytes, (before, after)
-    # Fewer is fine: what connecting needed may still have been open before.
+    # Fewer is fine: what was needed to connect may still have been open before.
     assert after[1] <= before[1] and after[2] <= before[2], (before, after)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C in a wait, and other signals: who gets which exception, and that nobody hangs."""
+"""Ctrl-C in a wait, and other signals: who gets which exception, and that no rank hangs."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_ctrl_c_in_a_wait_ends_it_on_every_rank(ranks: Launcher) -> None:
 
 @on_mesh(1, 2, timeout_s=60)
 def test_ctrl_c_in_user_code_drops_the_step(mesh: hsdp.Mesh) -> None:
-    """And the mesh goes on."""
+    """The mesh stays usable, too."""
     reducer = registered(mesh, "w", 8)
     with pytest.raises((KeyboardInterrupt, hsdp.StepAbortedError)[mesh.rank]) as caught:
         with reducer.microbatch(last=True):
@@ -115,7 +115,8 @@ def test_ctrl_c_in_user_code_drops_the_step(mesh: hsdp.Mesh) -> None:
 
 
 def handlers_run() -> list[str]:
-    """A handler that does not raise runs during the wait, which goes on; it may not call again."""
+    """A handler that does not raise runs during the wait, which then continues. It may not call hsdp
+    again."""
     heard: list[str] = []
     with hsdp.init_mesh(1, 2, timeout_s=60) as mesh:
         reducer = registered(mesh, "w", 8)
@@ -129,7 +130,7 @@ def handlers_run() -> list[str]:
                 except hsdp.UsageError as error:
                     heard.append(str(error))
                 came.set()
-                mesh.rank  # what waits for nobody may be called
+                mesh.rank  # calls that do not wait are allowed
 
             signal.signal(signal.SIGUSR1, handler)
             threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGUSR1]).start()
@@ -186,7 +187,7 @@ def faulty_local_microbatch() -> float:
         return took_s
 
 
-# The drop waits until the ranks agree on the microbatch before.
+# The drop waits until the ranks agree on the previous microbatch.
 def test_ctrl_c_at_the_faulty_end_of_a_local_microbatch(ranks: Launcher) -> None:
     pipe = ranks.folder / "pipe"
     os.mkfifo(pipe)

@@ -1,4 +1,4 @@
-"""LocoHop between processes: what a user of NumPy does with it. Its bits are tested in C++."""
+"""LocoHop between processes, as a NumPy user has it. The C++ tests cover its bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_reducer(mesh: hsdp.Mesh, hop: LocoHop, **options: Any) -> hsdp.Reducer:
 
 
 def run(reducer: hsdp.Reducer, step: int) -> dict[str, np.ndarray[Any, Any]]:
-    """One step; this rank's shards of the mean."""
+    """Runs one step; returns this rank's shards of the mean."""
     for m in range(MICROBATCHES):
         with reducer.microbatch(last=m == MICROBATCHES - 1):
             for name, g in gradients(step, m, reducer.mesh.rank).items():
@@ -47,7 +47,7 @@ def run(reducer: hsdp.Reducer, step: int) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def mean_of(step: int, ranks: int) -> dict[str, np.ndarray[Any, Any]]:
-    """In float64."""
+    """The mean in float64."""
     total = {name: np.zeros(n) for name, n in COUNTS.items()}
     for m in range(MICROBATCHES):
         for rank in range(ranks):
@@ -85,13 +85,13 @@ def test_what_is_sent_adds_up(mesh: hsdp.Mesh) -> None:
 
 
 def last_steps(reducer: hsdp.Reducer) -> str:
-    """The bits that the last of two more steps leaves."""
+    """Runs two more steps; returns the bits that the last one leaves."""
     run(reducer, 3)
     return str({name: shard.tobytes().hex() for name, shard in run(reducer, 4).items()})
 
 
 def run_and_save(folder: str, replicate: int, shard: int) -> str:
-    """A file of each rank's state, and a snapshot."""
+    """Writes a file of each rank's state, and a snapshot."""
     with hsdp.init_mesh(replicate, shard) as mesh:
         hop = LocoHop(reset_T=0)
         assert hop.state_dict() == {}
@@ -105,7 +105,7 @@ def run_and_save(folder: str, replicate: int, shard: int) -> str:
 
 
 def resume(folder: str) -> list[str]:
-    """From this rank's own file, before and after the set-up, and from the snapshot."""
+    """Resumes from this rank's file, before and after the set-up, and from the snapshot."""
     found = []
     with hsdp.init_mesh(2, 2) as mesh, np.load(pathlib.Path(folder) / f"{mesh.rank}.npz") as own:
         snapshot = hsdp.read_snapshot(pathlib.Path(folder) / "snapshot")
@@ -127,7 +127,7 @@ def test_a_resumed_run_has_the_same_bits(ranks: Launcher, tmp_path: pathlib.Path
     snapshot = hsdp.read_snapshot(folder)
     assert snapshot.info.quantizes and snapshot.hop_state(3).keys() < snapshot.hop_state().keys()
     assert snapshot.hop_state()["steps"].tolist() == [3]
-    # With another run of the same gradients, by the plain hop: reported, and judged if asked to.
+    # A run with the same gradients over the plain hop: the difference is reported, and judged on request.
     plain = tmp_path / "plain"
     hsdp.write_snapshot(plain, {name: mean.astype(np.float32) for name, mean in mean_of(2, 4).items()})
     check = [program("hsdp_check"), str(folder), str(plain)]
@@ -146,7 +146,7 @@ def all_states(folder: str) -> dict[str, Any]:
 
 
 def owed(state: dict[str, Any]) -> dict[str, Any]:
-    """What a state still owes, both halves, of elements."""
+    """The errors that a state keeps, of both halves, by element."""
     total = {name: np.zeros(n) for name, n in COUNTS.items()}
     for key, codes in state.items():
         if not key.endswith("/codes"):
@@ -160,7 +160,7 @@ def owed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def resume_elsewhere(folder: str, into: str, replicate: int, shard: int) -> list[str]:
-    """On another mesh, with other buckets, from all files."""
+    """Resumes on another mesh, with other buckets, from all files."""
     messages = []
     with hsdp.init_mesh(replicate, shard) as mesh:
         hop = LocoHop(reset_T=0)
@@ -274,7 +274,7 @@ def test_a_state_goes_to_one_replica_and_back(tmp_path: str) -> None:
 
 @on_mesh(2, 1)
 def test_a_closed_reducer_has_let_go_of_its_hop(mesh: hsdp.Mesh) -> None:
-    """What a closed Reducer had is free; options may be given in any order."""
+    """A closed Reducer frees its hop; options may be given in any order."""
     patterns = ["n*", "tail"] if mesh.rank == 0 else ["tail", "n*", "tail"]
     hop = LocoHop(exclude=patterns, gather=None if mesh.rank == 0 else "int4", seed=2**64 - 1,
                   stochastic_error=True, plain_dtype="bf16", warmup_steps=10**15, err_beta=1 / 3)
@@ -310,7 +310,7 @@ class Boom(Exception):
 
 
 def digest(hop: LocoHop) -> str:
-    """Once it is known how the last step ended: after a drop of this rank's that takes a moment."""
+    """Waits until the end of the last step is known, which takes a moment after a drop by this rank."""
     end = time.monotonic() + 30
     while True:
         try:
@@ -325,7 +325,7 @@ def digest(hop: LocoHop) -> str:
 
 @on_mesh(2, 2)
 def test_a_drop_at_any_moment_leaves_the_errors_alone(mesh: hsdp.Mesh) -> None:
-    """One rank or another raises in the middle of steps: the errors are as before, on all ranks."""
+    """Some rank raises in the middle of a step: on all ranks the errors stay as before the step."""
     moments = random.Random(1)
     hop = LocoHop(reset_T=3)
     reducer = make_reducer(mesh, hop, bucket_bytes=2048)
@@ -354,8 +354,8 @@ def test_a_drop_at_any_moment_leaves_the_errors_alone(mesh: hsdp.Mesh) -> None:
 
 
 def lose_a_rank(moment: list[int]) -> list[str]:
-    """What every step leaves; rank 2 dies at a microbatch and parameter of the fourth one. The last one
-    is what the others hold then.
+    """Returns what every step leaves. Rank 2 dies at a microbatch and parameter of the fourth step; the last
+    entry is what the other ranks then hold.
     """
     mesh = hsdp.init_mesh(3, 1)
     hop = LocoHop()

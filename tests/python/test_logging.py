@@ -1,4 +1,4 @@
-"""One line for what was made, from rank 0 alone: in Python's logging, or on stderr by HSDP_LOG."""
+"""One line about what was made, from rank 0 only: in Python's logging, or on stderr with HSDP_LOG."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def test_lines_go_to_logging_instead(ranks: Launcher, variable: str) -> None:
 
 
 def turn_off(way: str) -> None:
-    """What a program may do to the logger, as a rule without thinking of hsdp."""
+    """What a program may do to the logger, usually without thinking of hsdp."""
     if way == "disable":
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
         logging.disable(logging.INFO)
         return
-    logging.config.dictConfig({  # disables the loggers that there are
+    logging.config.dictConfig({  # disables existing loggers
         "version": 1,
         "root": {"level": "INFO", "handlers": ["stderr"]},
         "handlers": {"stderr": {"class": "logging.StreamHandler"}},
@@ -241,7 +241,7 @@ def records_of_logger() -> list[tuple[str, str]]:
 
 
 def gradient_for_a_warning() -> np.ndarray:
-    """One value so large that four bits do not hold the others of its group."""
+    """One value is so large that four bits lose the others of its group."""
     gradient = np.full(128, 0.5, np.float32)
     gradient[::64] = 7
     return gradient
@@ -280,7 +280,7 @@ def test_a_warning_of_a_disabled_logger_goes_to_stderr_if_asked_for(ranks: Launc
 
 
 def fork_with_a_kept_line() -> list[int]:
-    """How many lines a forked child and its parent then write."""
+    """Returns how many lines a forked child and then its parent write."""
     records = records_of_logger()
     hop = hsdp.quant.LocoHop(warmup_steps=0, error_every=1)
     with hsdp.init_mesh(2, 1) as mesh, hsdp.Reducer(mesh, replica_hop=hop) as reducer:

@@ -1,4 +1,4 @@
-"""The engine mpi, where the build has it: under the mpirun of its MPI, and errors elsewhere."""
+"""The engine mpi, if the build has it: under its MPI's mpirun, and its errors elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if os.environ["CLOSES"] == "yes":
 
 
 def has_mpi() -> bool:
-    """A world of one needs no MPI, but the engine."""
+    """A world of one needs the engine, but no MPI."""
     try:
         hsdp.init_mesh(engine="mpi").close()
     except hsdp.UsageError as error:
@@ -46,7 +46,7 @@ def has_mpi() -> bool:
 def run_on_two(
     script: pathlib.Path, folder: pathlib.Path | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """By the mpirun of the MPI that this process has loaded."""
+    """Runs with the mpirun of the MPI that this process has loaded."""
     loaded = pathlib.Path("/proc/self/maps").read_text()
     name = "mpirun.mpich" if "libmpich" in loaded else "mpirun.openmpi"
     if not has_mpi() or not shutil.which(name):
@@ -59,7 +59,7 @@ def run_on_two(
     )
 
 
-# Whoever forgets to close still ends well: MPI is finalized at exit.
+# A program that forgets to close still ends well: MPI is finalized at exit.
 @pytest.mark.parametrize("closes", ["yes", "no"])
 def test_a_reducer_under_mpirun(tmp_path: pathlib.Path, closes: str) -> None:
     script = tmp_path / "reduce.py"
@@ -88,7 +88,7 @@ def test_a_wait_table_and_a_trace_under_mpirun(tmp_path: pathlib.Path) -> None:
     assert [e["pid"] for e in events if e["name"] == "replica_hop 0"] == [0, 1]
 
 
-# With no setting of ours, on the engine that it would have anyway.
+# Without any setting, on the engine that is chosen by default.
 def test_an_example_under_mpirun() -> None:
     example = pathlib.Path(__file__).parents[2] / "examples" / "numpy_loop.py"
     done = run_on_two(example)

@@ -1,4 +1,4 @@
-"""`with reducer.no_sync()`: microbatches that only add up on this rank."""
+"""`with reducer.no_sync()`: microbatches that are only added up on this rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add(reducer: hsdp.Reducer, value: float, **how: Any) -> None:
 
 
 def run_as_ddp() -> list[float]:
-    """Three microbatches within, one after: one reduction, of what all four add up to."""
+    """Three microbatches within and one after: a single reduction of what all four add up to."""
     with hsdp.init_mesh(1, 2) as mesh, hsdp.Reducer(mesh) as reducer:
         reducer.register("w", 4)
         found = []
@@ -68,7 +68,7 @@ def test_what_was_before_is_back(reducer: hsdp.Reducer) -> None:
     with reducer.no_sync():
         assert not ends_the_step()
     assert not ends_the_step()
-    assert reducer.partial_shard("w").numpy().tolist() == [2] * 4  # shard, as the flag says
+    assert reducer.partial_shard("w").numpy().tolist() == [2] * 4  # sync is shard, as the flag says
     reducer.discard()
     reducer.set_requires_gradient_sync(False)
     with reducer.no_sync():
@@ -90,7 +90,7 @@ def test_the_last_microbatch_comes_after_it(reducer: hsdp.Reducer) -> None:
         with pytest.raises(hsdp.UsageError, match="begin_microbatch.*last=True.*no_sync.*after"):
             add(reducer, 2, last=True)
     add(reducer, 3, last=True)
-    assert reducer.shard("w").numpy().tolist() == [4] * 4  # the refused one has changed nothing
+    assert reducer.shard("w").numpy().tolist() == [4] * 4  # the refused call has changed nothing
 
 
 def test_where_it_means_nothing(reducer: hsdp.Reducer) -> None:
@@ -102,7 +102,7 @@ def test_where_it_means_nothing(reducer: hsdp.Reducer) -> None:
     with reducer.no_sync(), pytest.raises(hsdp.UsageError, match="coalesce.*no_sync"):
         with window(reducer):
             pass
-    with window(reducer, last=True):  # whose microbatches only delimit
+    with window(reducer, last=True):  # whose microbatches only delimit passes
         with reducer.no_sync():
             add(reducer, 1, last=True)
     assert reducer.shard("w").numpy().tolist() == [1] * 4

@@ -1,4 +1,4 @@
-"""Norms of the mean gradient of other kinds than 2, and clipping by them."""
+"""Norms of the mean gradient other than the 2-norm, and clipping by them."""
 
 from __future__ import annotations
 

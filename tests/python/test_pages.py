@@ -1,4 +1,5 @@
-"""The pages for readers and for tasks, followed to the letter: those without PyTorch, and the follower itself."""
+"""The pages docs/from and docs/tasks, followed to the letter: those without PyTorch, and the follower
+itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/python.md names everything that is public, and all of it has a docstring."""
+"""docs/python.md names everything public, and all of it has a docstring."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 import hsdp
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "python.md"
-# A name that the site describes; `heading` says it where the path of its source reads otherwise.
+# A name that the site describes. `heading`: as the heading has it, where that differs from the source's path.
 NAMED = re.compile(r"^::: (\S+)(?:\n +options: .*\bheading: ([\w.]+))?", re.MULTILINE)
 
 
 def public_things() -> dict[str, Any]:
-    pytest.importorskip("torch")  # which the page is about, in part
+    pytest.importorskip("torch")  # part of the page is about torch
     names = set(hsdp.__all__) - {"__version__"} | {"torch"}
     found = {name: getattr(hsdp, name) for name in names}
     for package in ("torch", "quant", "zero"):

@@ -106,7 +106,7 @@ def compare(folder: pathlib.Path) -> None:
 
 
 def digest_steps(folder: str, replicate: int, odd_step: int, steps: int = 4) -> None:
-    """In that step rank 1 has another gradient of "weight"."""
+    """In one step rank 1 has a different gradient of "weight"."""
     with hsdp.init_mesh(replicate, 4 // replicate) as mesh:
         reducer = hsdp.Reducer(mesh)
         for name, shape in SHAPES.items():
@@ -134,7 +134,7 @@ def test_digests_tell_where_two_runs_part(ranks: Launcher, tmp_path: pathlib.Pat
         ranks(4, digest_steps, str(tmp_path / name), replicate, odd_step)
     one, same = tmp_path / "one", tmp_path / "same"
     assert said("--digest", one, same) == (0, "same: 4 steps\n")
-    # The last element lies on the second rank of each shard group.
+    # The last element is on the second rank of each shard group.
     assert said("--digest", one, tmp_path / "odd") == (1, (
         "step 2 is the first that differs, after 2 steps with equal bits:\n"
         "  'weight' on ranks 1, 3 of 4\n"
@@ -152,7 +152,7 @@ def test_digests_tell_where_two_runs_part(ranks: Launcher, tmp_path: pathlib.Pat
     status, text = said("--digest", one)
     assert status == 2 and "two folders of digests" in text
 
-    # A killed run leaves half a line; the next one goes on, and what it does again counts.
+    # A killed run leaves half a line. The next run goes on from there, and what it repeats counts.
     for rank in range(4):
         path = same / f"digests_{rank}.txt"
         path.write_text(path.read_text()[:-10])
@@ -177,7 +177,7 @@ def test_a_folder_has_the_digests_of_one_run(tmp_path: pathlib.Path) -> None:
             else:
                 with pytest.raises(hsdp.SnapshotError, match="got another run's; give each run a folder"):
                     reducer.save_digest(tmp_path, 0)
-                (tmp_path / "digests_0.txt").write_text('{"hsdp_dig')  # a header that was torn
+                (tmp_path / "digests_0.txt").write_text('{"hsdp_dig')  # a torn header
                 reducer.save_digest(tmp_path, 0)
                 assert said("--digest", tmp_path, tmp_path) == (0, "same: 1 step\n")
                 other = hsdp.Reducer(mesh)
@@ -288,7 +288,7 @@ def test_a_program_that_ends_says_what_it_could_not_write(tmp_path: pathlib.Path
 
 
 class H5pyLock:
-    """Stands for the one that h5py holds in every call of HDF5."""
+    """Stands for the lock that h5py holds in every call of HDF5."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -358,7 +358,7 @@ def test_a_snapshot_may_be_written_inside_a_call_of_h5py(
 
 
 def hold_elsewhere(phil: H5pyLock, when_wanted: Callable[[], object]) -> threading.Thread:
-    """A thread in a call of h5py, which does this once the main thread is at the door."""
+    """A thread in a call of h5py that calls this once the main thread is about to enter."""
     inside = threading.Event()
 
     def hold() -> None:

@@ -1,5 +1,5 @@
-"""The package on GPUs, on the stand-in for the CUDA runtime: what comes on which stream, that the
-host does not wait, exact results, and what is refused.
+"""The package on GPUs of the stand-in for the CUDA runtime: what runs on which stream, that the host does not
+wait, exact results, and refusals.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def mean(size: int, microbatches: int) -> np.ndarray[Any, Any]:
 
 
 def run_step(reducer: hsdp.Reducer, stream: int, microbatches: int = 2) -> list[GpuArray]:
-    """Gradients are overwritten as soon as hsdp allows it."""
+    """Gradients are overwritten as soon as hsdp allows that."""
     made = []
     for m in range(microbatches):
         array = GpuArray(gradient(reducer.mesh.rank, m), stream)
@@ -115,7 +115,7 @@ def test_the_host_does_not_wait(mesh: hsdp.Mesh, stream: int) -> None:
         assert not stand_in.is_done(stream)
     for taken in (elsewhere, shard):
         np.testing.assert_array_equal(taken.values(), mean(1, 2))
-    with stand_in.Standstill():  # a step that overwrites what was read elsewhere
+    with stand_in.Standstill():  # meanwhile a step overwrites what was read on another stream
         last = GpuArray(gradient(0, 0), stream)
         add_gradient(reducer, "w", last, last=False)
         partial = Reader(reducer.partial_shard("w"), stream)
@@ -130,7 +130,7 @@ def test_the_host_does_not_wait(mesh: hsdp.Mesh, stream: int) -> None:
 
 def test_a_hook_asks_the_class_of_its_gradients(mesh: hsdp.Mesh) -> None:
     reducer = registered(mesh, "w", SHAPE)
-    left: list[Any] = []  # to Python
+    left: list[Any] = []  # what is returned to Python
     hook = _hsdp.gradient_hook(
         reducer._handle, 0, _hsdp.HeldGradients(), lambda p: left.append(p.grad), lambda error: error, TensorLike
     )
@@ -138,7 +138,7 @@ def test_a_hook_asks_the_class_of_its_gradients(mesh: hsdp.Mesh) -> None:
     TensorLike.current_stream = theirs
     alive = []
     for stream in (theirs, named, theirs):
-        mesh.set_stream(named if stream == named else None)  # what a program names counts
+        mesh.set_stream(named if stream == named else None)  # a stream that the program names takes precedence
         TensorLike.asked.clear()
         array = TensorLike(gradient(0, 1), stream)
         alive.append(array)
@@ -208,7 +208,7 @@ def test_gradients_are_let_go(mesh: hsdp.Mesh, stream: int) -> None:
             gc.collect()
             assert export.references() > count
         reducer.found_inf()  # the GPU is done
-        reducer.grad_norm()  # any call looks whom the library has put aside
+        reducer.grad_norm()  # any call looks for owners that can be released
         assert export.references() == count
         assert shard.size == array.memory.size
 
@@ -293,7 +293,7 @@ def test_rows_are_reduced_on_the_stream() -> None:
 
 
 class TorchMemory:
-    """What hsdp asks of torch for memory: an allocator that knows what is in use."""
+    """What hsdp asks torch for: memory from an allocator that knows what is in use."""
 
     uint8 = "uint8"
 
@@ -342,7 +342,7 @@ class TorchMemory:
 
 
 def mean_of_a_step(mesh: hsdp.Mesh) -> np.ndarray[Any, Any]:
-    """Of two microbatches; the first is added up in memory of its own."""
+    """Of two microbatches; the first is added up in separate memory."""
     stream = stand_in.make_stream()
     mesh.set_stream(stream)
     with hsdp.Reducer(mesh) as reducer:
@@ -372,7 +372,7 @@ def test_torch_gives_back_what_it_keeps_before_memory_runs_out(
     torch = TorchMemory()
     monkeypatch.setitem(sys.modules, "torch", torch)
     with gpu_mesh() as mesh, hsdp.Reducer(mesh, missing="zero") as reducer:
-        reducer.register("large", (1 << 24,))  # its scratch is more than the pool has
+        reducer.register("large", (1 << 24,))  # its scratch exceeds what the pool has
         stand_in.fail_allocation_once()
         with reducer.microbatch(last=True):
             pass

@@ -1,4 +1,4 @@
-"""An attached model: which gradients come, where they go, and what is refused. One rank."""
+"""An attached model: which gradients arrive, where they go, and what is refused. One rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def backward(model: nn.Module, seed: int = 0) -> None:
 
 
 def expected(model: Any, seeds: list[int], run: Callable[[Any, int], None] = backward) -> dict[str, Any]:
-    """What torch itself accumulates."""
+    """What torch accumulates by itself."""
     for seed in seeds:
         run(model, seed)
     result = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -63,7 +63,7 @@ def test_gradients_are_freed_when_packed(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(2, 2)
 def test_hooks_and_norms_of_each_parameter(mesh: hsdp.Mesh) -> None:
-    """As docs/from/ddp.md has them."""
+    """The hooks and norms of docs/from/ddp.md."""
     model, seen = linear(), []
     model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm().item()))
     reducer = attached_to(model, mesh)
@@ -291,7 +291,7 @@ def test_sparse_gradients_are_refused(mesh: hsdp.Mesh, catch: bool) -> None:
 
 
 class Wrapped(nn.parallel.DistributedDataParallel):
-    """Without the process group that a real one asks for."""
+    """Without the process group that a real one needs."""
 
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
@@ -398,7 +398,7 @@ def test_two_models_need_names_of_their_own(mesh: hsdp.Mesh) -> None:
         reducer.attach(nn.ModuleDict({"late": nn.Linear(1, 1)}))
 
 
-# A drop, wherever it comes from, is told to all.
+# All ranks are told of a drop, wherever it comes from.
 @pytest.mark.parametrize("where", ["begin", "block", "between", "discard"])
 def test_two_models_forget_a_dropped_step_together(mesh: hsdp.Mesh, where: str) -> None:
     models = two_models()
@@ -513,7 +513,7 @@ def test_what_would_skip_parameters_raises(mesh: hsdp.Mesh) -> None:
             clip(model.parameters(), 1.0)
     with pytest.raises(hsdp.UsageError, match="clip_grad_norm_.*'bias'"):
         nn.utils.clip_grad_norm_(model.bias, 1.0)
-    # Nobody else is disturbed.
+    # No other Reducer or model is affected.
     backward(other)
     assert imported_before(other.parameters(), 1e-3) > 0
     nn.utils.clip_grad_value_(list(other.parameters()), 1.0)
@@ -561,7 +561,7 @@ def test_closures_make_the_gradients(mesh: hsdp.Mesh, make: Any, named: bool) ->
 
 @pytest.mark.parametrize("change", ["shape", "dtype"])
 def test_parameters_that_changed_since(mesh: hsdp.Mesh, change: str) -> None:
-    """Their gradients are handed over by address: what does not fit must not be read."""
+    """Their gradients are handed over by address, so one that does not fit must not be read."""
     model = linear()
     reducer = attached_to(model, mesh, missing="zero")
     data, message = {
@@ -575,7 +575,7 @@ def test_parameters_that_changed_since(mesh: hsdp.Mesh, change: str) -> None:
 
 
 def test_marked_negative_gradients(mesh: hsdp.Mesh) -> None:
-    """Autograd negates an imaginary part by a mark on the tensor."""
+    """Autograd marks a tensor as negated instead of negating its imaginary part."""
     model = nn.ParameterDict({"s": nn.Parameter(torch.tensor(2.0)), "t": nn.Parameter(torch.ones(2))})
 
     def run() -> None:
@@ -604,11 +604,11 @@ def test_parameters_that_nobody_would_reduce(mesh: hsdp.Mesh, change: str) -> No
         model[0].bias = nn.Parameter(torch.ones(2))
     else:
         model[0].register_parameter("bias", nn.Parameter(torch.ones(2)))
-    with reducer.microbatch(last=True):  # within a step nobody looks
+    with reducer.microbatch(last=True):  # within a step p.grad is not checked
         pass
     with pytest.raises(hsdp.UsageError, match="'0.bias', which came or began.*another Reducer"):
         reducer.begin_microbatch(last=True)
-    other = hsdp.Reducer(mesh)  # whose affair it may be
+    other = hsdp.Reducer(mesh)  # it may use the model
     other.attach(nn.ParameterList([model[0].bias]))
     for _ in range(2):
         with reducer.microbatch(last=True), other.microbatch(last=True):

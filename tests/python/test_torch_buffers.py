@@ -1,4 +1,4 @@
-"""Buffers of an attached model follow those of rank 0."""
+"""Buffers of an attached model follow rank 0's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def broadcasts(mesh: hsdp.Mesh) -> int:
 
 
 def train(mesh: hsdp.Mesh, model: nn.Module, reducer: hsdp.Reducer, how: str) -> list[Any]:
-    """What the buffers are when each step's first microbatch has begun, and in the end."""
+    """The buffers when each step's first microbatch has begun, and at the end."""
     found = []
 
     def forward_and_backward(step: int) -> None:
@@ -88,7 +88,7 @@ def run_statistics(by_messages: bool) -> dict[str, Any]:
         for how in ("microbatch", "window", "step"):
             torch.manual_seed(0)
             model = Scaled()
-            if how == "window":  # not the same at first
+            if how == "window":  # they differ at first
                 model.other.low += mesh.rank
             reducer = attached_to(model, mesh, missing="zero")
             before = broadcasts(mesh)
@@ -115,9 +115,9 @@ def test_every_step_begins_with_those_of_rank_0(ranks: Launcher, by_messages: bo
         assert found[0][how] == want
         begins = [2 * i for i in range(4)] if how == "step" else range(len(want))
         assert [found[1][how][i] for i in begins] == [want[i] for i in begins]
-        if how == "step":  # within a step nothing is copied
+        if how == "step":  # nothing is copied within a step
             assert found[1][how][1] != want[1]
-        copied = 4 if how == "window" else 3  # nothing where nothing has changed
+        copied = 4 if how == "window" else 3  # nothing is copied if nothing has changed
         assert found[0][f"{how} broadcasts"] == (0 if by_messages else copied)
 
 
@@ -132,7 +132,7 @@ def run_choices() -> dict[str, Any]:
             before = broadcasts(mesh)
             try:
                 reducer.attach(nn.ModuleDict({"m": model}), **options)
-                reducer.attach(nn.BatchNorm1d(1))  # another one has its own
+                reducer.attach(nn.BatchNorm1d(1))  # it has other buffers
                 with reducer.microbatch(last=True):
                     change(model)
                 with reducer.microbatch(last=True):
@@ -210,7 +210,7 @@ class Boom(Exception):
 
 
 def run_drops() -> list[str]:
-    """Rank 1 raises where rank 0 goes on."""
+    """Rank 1 raises while rank 0 continues."""
     said = []
     with hsdp.init_mesh(1, 2, timeout_s=30.0) as mesh:
         torch.manual_seed(0)
@@ -224,7 +224,7 @@ def run_drops() -> list[str]:
 
         def one_step(where: str) -> None:
             if where == "window":
-                if mesh.rank == 1:  # the second one cannot begin here
+                if mesh.rank == 1:  # the second one cannot begin on this rank
                     models[1][0].bias.grad = torch.ones(2)
                 try:
                     with hsdp.zero.coalesce_grad_reduction(reducers, last=True):
@@ -232,7 +232,7 @@ def run_drops() -> list[str]:
                             backward(model)
                 finally:
                     models[1].zero_grad()
-                    if mesh.rank == 0:  # hears of it when it reads the results
+                    if mesh.rank == 0:  # it is told when it reads the results
                         for reducer in reducers:
                             with contextlib.suppress(hsdp.StepAbortedError):
                                 reducer.gather_gradients()
@@ -290,7 +290,7 @@ def test_scripted_models(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(1, 2)
 def test_statistics_may_be_copied_before_a_backward(mesh: hsdp.Mesh) -> None:
-    """What F.batch_norm writes counts no version for torch, and neither does a copy of it."""
+    """What F.batch_norm writes raises no version counter of torch, and a copy of it does not either."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     reducer = attached_to(model, mesh)

@@ -23,13 +23,13 @@ from torch import nn
 
 import hsdp
 
-# The ranks inherit it.
+# The ranks inherit these variables.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 
-# The meshes of each job: replicate, shard, how many of the losses, and how batches are cut there.
+# The meshes of each job: replicate, shard, how many of the losses run there, and how they cut batches.
 JOBS = [[(1, 2, 3, "one rows tokens"), (2, 1, 1, "one rows")], [(2, 2, 1, "one tokens")]]
-ROWS = 12  # of a rank's batch
-# By rank: how a batch is cut, so that each rank runs another number of backward passes.
+ROWS = 12  # in a rank's batch
+# By rank: how a batch is cut, so that each rank runs a different number of backward passes.
 CUTS: dict[str, dict[str, list[int]]] = {
     "one": {"mini_batch_size": [ROWS] * 4},
     "rows": {"mini_batch_size": [5, 2, 3, 1]},
@@ -40,11 +40,11 @@ LOSSES = {
     "CachedGISTEmbedLoss": ("GISTEmbedLoss", 3),
     "CachedMultipleNegativesSymmetricRankingLoss": ("MultipleNegativesSymmetricRankingLoss", 2),
 }
-# How far a parameter's gradient may be from the float64 one, of its norm. In fp32 the losses that
-# are not cached are up to 2e-6 off; when a rank leaves out one row it is 1e-2 at least.
+# The largest error of a parameter's gradient against float64, relative to its norm. In fp32 the losses that
+# are not cached are up to 2e-6 off; if a rank leaves out one row, the error is at least 1e-2.
 TOLERANCE = 1e-5
-# Of the model's norm: what is smaller is measured by that. Key biases do not change an attention,
-# so theirs is rounding alone.
+# Relative to the model's norm: smaller norms are replaced by this. Key biases do not change an attention, so
+# their gradients are rounding errors only.
 SMALLEST = 1e-2
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(60))]
@@ -72,7 +72,7 @@ def make_model(seed: int) -> Any:
 
 
 def make_batch(rank: int, columns: int) -> Batch:
-    """Columns of sentences of all lengths, no two alike."""
+    """Columns of sentences of all lengths, all different."""
     choose = random.Random(100 * columns + rank)
     sentences: set[str] = set()
     while len(sentences) < columns * ROWS:
@@ -87,7 +87,7 @@ def make_loss(name: str, model: Any, guide: Any, **options: int) -> Any:
     from sentence_transformers.sentence_transformer import losses
 
     make = getattr(losses, name)
-    if "GIST" in name:  # by the default of 0.01 some rows have no gradient to speak of
+    if "GIST" in name:  # with the default of 0.01 some rows have almost no gradient
         return make(model, guide, temperature=0.05, **options)
     return make(model, **options)
 
@@ -98,18 +98,18 @@ def loss_of(loss: Any, batch: Batch) -> torch.Tensor:
 
 
 def float64_mean(mesh: hsdp.Mesh, name: str, model: Any, guide: Any, batch: Batch) -> Gradients:
-    """Of the ranks' gradients of the loss that is not cached."""
+    """The mean of the ranks' gradients of the uncached loss, in float64."""
     model, guide = copy.deepcopy(model).double(), copy.deepcopy(guide).double()
     loss_of(make_loss(name, model, guide), batch).backward()
     means = {}
     for parameter_name, p in model.named_parameters():
-        grad = torch.zeros_like(p) if p.grad is None else p.grad  # the pooler's, which is not used
+        grad = torch.zeros_like(p) if p.grad is None else p.grad  # the pooler's, which is unused
         means[parameter_name] = mesh.world.all_reduce(grad.detach().contiguous()) / mesh.size
     return means
 
 
 def distance(model: nn.Module, want: Gradients) -> float:
-    """The largest of a parameter's gradient, of its norm."""
+    """The largest error of a parameter's gradient, relative to its norm."""
     norms = {name: float(w.norm()) for name, w in want.items()}
     smallest = SMALLEST * math.hypot(*norms.values())
     return max(
@@ -121,7 +121,7 @@ def distance(model: nn.Module, want: Gradients) -> float:
 
 @contextlib.contextmanager
 def counted(parameter: torch.Tensor) -> Iterator[list[int]]:
-    """How many gradients the parameter gets."""
+    """Counts the gradients that the parameter gets."""
     passes = [0]
 
     def count(grad: torch.Tensor) -> None:
@@ -137,7 +137,7 @@ def counted(parameter: torch.Tensor) -> Iterator[list[int]]:
 def run_window(
     reducer: hsdp.Reducer, loss: Any, batch: Batch, accumulate: str, backwards: int | None = None
 ) -> int:
-    """One step of one backward() in a window: how many gradients a parameter got in it."""
+    """One step with one backward() in a window. Returns how many gradients a parameter got in it."""
     with counted(next(loss.model.parameters())) as passes:
         with hsdp.zero.coalesce_grad_reduction(reducer, backwards=backwards, accumulate=accumulate):
             loss_of(loss, batch).backward()

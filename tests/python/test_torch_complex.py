@@ -1,4 +1,5 @@
-"""Complex parameters, beside real ones: reduced as their real view, and ranks do as one process."""
+"""Complex parameters beside real ones: they are reduced as their real view, and several ranks give the result
+of one process."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from hsdp.zero import ShardedOptimizer
 
 
 class Complex(torch.nn.Module):
-    """Its loss is linear in its parameters, so that gradients are the inputs' conjugates, and sums of them
-    exact. Numbers of elements are odd: a slice that parted a number would be wrong.
+    """Its loss is linear in its parameters, so gradients are the conjugates of the inputs, and their sums are
+    exact. Numbers of elements are odd: a slice that split a complex number would show.
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,7 @@ def test_optimizers_do_as_one_process_does(mesh: hsdp.Mesh, layout: Any) -> None
                     optimizer.step()
                     state = optimizer.full_model_state_dict(model)
                     require_equal([state[n] for n, _ in model.named_parameters()], expected[step])
-                    if step == 2:  # goes on from what was saved
+                    if step == 2:  # resumes from what was saved
                         optimizer.load_state_dict(optimizer.full_state_dict())
                         optimizer.load_state_dict(optimizer.state_dict())
                 states = optimizer.full_state_dict()["state"]
@@ -178,7 +179,7 @@ def test_a_mark_that_comes_later_is_found(mesh: hsdp.Mesh, stage: int) -> None:
 
 
 class ComplexStates(torch.optim.SGD):
-    """Of real parameters."""
+    """Made of real parameters."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -238,7 +239,7 @@ def test_a_scaler_unscales_both_parts(mesh: hsdp.Mesh) -> None:
         with reducer.microbatch(last=True):
             model(*(x * complex(0, math.inf) if x.is_complex() else x for x in inputs)).backward()
         reducer.gather_gradients()
-        scaler.step(optimizer)  # left out
+        scaler.step(optimizer)  # skipped
         ranks = [inputs_of(0, 0, rank) for rank in range(2)]
         want = [((a + b) / 2).conj().resolve_conj() for a, b in zip(*ranks, strict=True)]
         require_equal(grads, want)

@@ -35,7 +35,7 @@ def backwards(model: Any, rank: int, handle: Any = None) -> None:
 
 
 def write_runs(folder: str) -> None:
-    """The same step by FSDP2's HSDP, by FSDP2 with our hook, by DDP and by a Reducer."""
+    """The same step with FSDP2's HSDP, FSDP2 with hsdp's hook, DDP and a Reducer."""
     start_torch(folder)
     mesh_2d = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with hsdp.init_mesh(2, 2, timeout_s=60) as mesh:
@@ -91,7 +91,7 @@ def test_snapshots_of_fsdp2_and_ddp(ranks: Launcher, tmp_path: pathlib.Path) -> 
 
 
 def check_dtypes(folder: pathlib.Path) -> None:
-    """The recorded dtypes settle what passes for the same."""
+    """The recorded dtypes decide how close is close enough."""
     assert hsdp.read_snapshot(folder / "bf16").dtype("last.bias") == "bf16"
     assert hsdp.read_snapshot(folder / "wire").dtype("last.bias") == "f32"
     assert hsdp.read_snapshot(folder / "wire").info.replica_dtype == "bf16"
@@ -128,7 +128,7 @@ def check_refusals(folder: str, mesh: hsdp.Mesh, mesh_2d: Any) -> None:
 
 
 def check_uneven_refusals(folder: str, mesh: hsdp.Mesh) -> None:
-    """What only one rank gets wrong is an error on all of them, and the mesh stays usable."""
+    """A mistake on one rank is an error on all ranks, and the mesh stays usable."""
     good = {"w": np.ones(2, np.float32)}
     mistakes: list[tuple[Any, ...]] = [
         (f"{folder}/uneven", {"w": np.ones(2, np.int64)}, mesh),
@@ -150,7 +150,7 @@ def check_uneven_refusals(folder: str, mesh: hsdp.Mesh) -> None:
 
 
 def check_shards(mesh: hsdp.Mesh, mesh_2d: Any) -> None:
-    """`shard_dtensor` is what distribute_tensor makes of the mean gradient."""
+    """`shard_dtensor` equals distribute_tensor of the mean gradient."""
     reducer = hsdp.Reducer(mesh, layout="dim0")
     shapes = {**SHAPES, "scalar": ()}
     for name, shape in shapes.items():

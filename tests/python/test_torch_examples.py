@@ -32,7 +32,7 @@ def test_train_gpt_loco(run: Run, tmp_path: pathlib.Path) -> None:
 
 
 def test_train_gpt_zero(run: Run, tmp_path: pathlib.Path) -> None:
-    """Killed on 2x2 ranks and gone on with on 1x2, a training has the curve of one that was not."""
+    """Killed on 2x2 ranks and continued on 1x2, a training has the same curve as one without interruption."""
     program = EXAMPLES / "train_gpt_zero.py"
     few = ("--steps", "18", "--save-every", "6")
     run(4, program, "--folder", str(tmp_path / "whole"), *few)
@@ -54,7 +54,8 @@ def test_train_gpt_zero(run: Run, tmp_path: pathlib.Path) -> None:
 
 
 def test_resume(run: Run, tmp_path: pathlib.Path) -> None:
-    """Fewer ranks go on; the page kills it, and compares the bits with those of a training that was not."""
+    """Fewer ranks continue. The page kills the training and compares its bits with one that was not
+    killed."""
     program = EXAMPLES / "resume.py"
     assert "steps 0 to 12 on 2x2 ranks" in run(4, program, "--folder", str(tmp_path))
     shutil.rmtree(tmp_path / "12")
@@ -95,4 +96,4 @@ def test_the_loop_in_the_readme(run: Run, tmp_path: pathlib.Path) -> None:
     lines = sorted(run(4, tmp_path / "program.py").splitlines())
     losses = {line.rpartition(" ")[2] for line in lines}
     assert [line[:10] for line in lines] == [f"[{r}] rank {r}" for r in range(4)]
-    assert len(losses) == 1 and float(losses.pop()) < 8  # from 8, the variance of the sum
+    assert len(losses) == 1 and float(losses.pop()) < 8  # 8, the variance of the sum, at the start

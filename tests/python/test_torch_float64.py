@@ -1,4 +1,5 @@
-"""Parameters of float64, beside others: nothing of theirs goes through fp32, and ranks do as one process."""
+"""float64 parameters beside others: none of their values passes through fp32, and several ranks give the
+result of one process."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from hsdp.zero import ShardedOptimizer
 
 
 class Wide(torch.nn.Module):
-    """Its loss is linear in its parameters, so that gradients are the inputs, and sums of them exact."""
+    """Its loss is linear in its parameters, so gradients are the inputs, and their sums are exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,7 @@ def test_gathered_gradients_are_the_means_in_f64(mesh: hsdp.Mesh) -> None:
             wide = [i for i, p in enumerate(model.parameters()) if p.dtype is torch.float64]
             require_equal([grads[i] for i in wide], [want[i] for i in wide])
             norm = float(reducer.clip_grad_norm_(1.0))
-            if not options:  # a 16-bit wire rounds the others
+            if not options:  # a 16-bit wire rounds the other gradients
                 squares = sum(float(w.double().square().sum()) for w in want)
                 assert norm == pytest.approx(squares**0.5, rel=1e-12)
             factor = 1.0 / (norm + 1e-6)

@@ -1,4 +1,4 @@
-"""The training loops and failure drills of tests/gpu, on the host engine."""
+"""The training loops and failure drills of tests/gpu, run on the host engine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(python: pathlib.Path, script: str, *arguments: str, status: int = 0) -> 
 
 
 def verdicts(python: pathlib.Path, script: str, mesh: str) -> list[str]:
-    """Of all checks of a script, in their order."""
+    """The results of all checks of a script, in order."""
     names = [*titles(script, mesh)]
     found = checks_in(run(python, f"{script}.py", "--mesh", mesh), names)
     assert [check.name for check in found] == names
@@ -141,7 +141,7 @@ def test_wrong_arguments_are_explained(python: pathlib.Path) -> None:
 
 
 class Capture:
-    """In place of a CUDA graph: what is asked of `reducer` in the capture is refused."""
+    """Stands for a CUDA graph: calls of `reducer` during the capture are refused."""
 
     begun = False
 

@@ -1,5 +1,5 @@
-"""The hook that takes gradients, in the extension and, where torch has no C functions to look at a tensor, in
-Python: both take the same, refuse the same in the same words, and leave nothing behind. One rank.
+"""The hook that takes gradients, in the extension and, if torch has no C functions to look at a tensor, in
+Python. Both accept and refuse the same, with the same words, and leave nothing behind. One rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WAYS = ["extension", "python"] if HAS_API else ["python"]
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the parameters whose gradients Python took."""
+    """The names of the parameters whose gradients Python code took."""
     names: list[str] = []
     python_way = gradient_hook.python_way
 
@@ -57,7 +57,7 @@ def only(tensor: torch.Tensor) -> nn.ParameterDict:
 
 
 def step(reducer: hsdp.Reducer, run: Callable[[], Any]) -> torch.Tensor:
-    """What comes of it."""
+    """Runs a step; returns its result."""
     with reducer.microbatch(last=True):
         run()
     return torch.from_dlpack(reducer.shard("w")).clone()
@@ -214,7 +214,7 @@ def test_errors_that_say_nothing_of_the_gradient(way: str, mesh: hsdp.Mesh, monk
 
 
 class Unreadable:
-    """In the place of a parameter."""
+    """Takes a parameter's place."""
 
     @property
     def grad(self) -> Any:

@@ -1,4 +1,4 @@
-"""Thousands of steps of an attached model leave memory, descriptors and threads as they were."""
+"""Thousands of steps of an attached model leave memory, descriptors and threads unchanged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_two_ranks_do_not_grow(mesh: hsdp.Mesh) -> None:
 
 @pytest.mark.parametrize("ends", ["closed", "forgotten"])
 def test_attaching_again_and_again_leaves_nothing(ends: str) -> None:
-    """Closed Reducers of one model, and models that are forgotten with theirs."""
+    """Reducers of one model that are closed, and models that are dropped along with their Reducers."""
     model = torch.nn.Linear(64, 64)
 
     def once(mesh: hsdp.Mesh) -> None:
@@ -63,7 +63,7 @@ def test_attaching_again_and_again_leaves_nothing(ends: str) -> None:
             gc.collect()
 
     gc.collect()
-    gc.freeze()  # what torch imported need not be looked at each time
+    gc.freeze()  # the objects of torch's import need not be scanned each time
     with hsdp.init_mesh() as mesh:
         for _ in range(50):
             once(mesh)

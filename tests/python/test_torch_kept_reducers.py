@@ -1,5 +1,5 @@
-"""A model keeps the Reducers that it is attached to, and what is made from it has none; nor is it attached
-and in DistributedDataParallel both.
+"""A model keeps the Reducers that it is attached to; objects made from it have none. No model is attached and
+in DistributedDataParallel at the same time.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from hsdp.torch.guards import ddp_guard
 
 
 class Model(nn.Sequential):
-    """Is called by another method, too."""
+    """Has another method that calls it."""
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        """As forward."""
+        """The same as forward."""
         return self.forward(x)
 
 
 def attached(mesh: hsdp.Mesh, **options: Any) -> nn.Module:
-    """Only the model is left of what is made here."""
+    """Only the model outlives this function."""
     torch.manual_seed(1)
     model = Model(nn.Linear(3, 2), nn.BatchNorm1d(2))
     hsdp.Reducer(mesh).attach(model, **options)
@@ -96,7 +96,7 @@ def test_copies_have_no_reducer(mesh: hsdp.Mesh, how: str) -> None:
     else:
         file = io.BytesIO()
         torch.save(model, file)
-        assert b"hsdp." not in file.getvalue()  # nor is the package needed to load it
+        assert b"hsdp." not in file.getvalue()  # loading it does not need the package either
         file.seek(0)
         other = torch.load(file, weights_only=False)
     assert other.reducer is None
@@ -114,7 +114,7 @@ def test_copies_have_no_reducer(mesh: hsdp.Mesh, how: str) -> None:
 
 
 def train(mesh: hsdp.Mesh, kind: str, closes: bool) -> tuple[list[weakref.ref[Any]], nn.Parameter]:
-    """What is to be gone when this returns, and a parameter that outlives it."""
+    """Returns objects that must be gone afterwards, and a parameter that outlives them."""
     model: Any = attached(mesh, keep_grads=kind == "keep_grads")
     (reducer,) = hsdp.torch.reducers_of(model)
     of_all = [model, reducer, model[0].weight]
@@ -158,8 +158,8 @@ def test_nothing_waits_for_a_garbage_collection(mesh: hsdp.Mesh) -> None:
                 assert [one() for one in alive] == [None] * len(alive), (kind, closes)
             finally:
                 gc.enable()
-            if kind != "stage 3" or closes:  # else its values are gone with its optimizer
-                bias.sum().backward()  # no hook is left on what outlives them
+            if kind != "stage 3" or closes:  # otherwise its values are gone with its optimizer
+                bias.sum().backward()  # no hook is left on the parameters that outlive them
                 assert bias.grad is not None
 
 
@@ -176,7 +176,7 @@ def test_an_optimizer_in_its_own_model_is_collected(mesh: hsdp.Mesh) -> None:
 
 
 def test_what_was_attached_in_a_wrapper_outlives_it(mesh: hsdp.Mesh) -> None:
-    """Made for attach alone, and still what a later call looks into."""
+    """Made only for attach, and yet later calls look into it."""
     model: Any = nn.Linear(3, 2)
     for wrapper, name in ((nn.ModuleDict({"a": nn.ModuleList([model])}), r"a\.0\.late"),
                           (nn.Sequential(nn.Sequential(model)), r"0\.0\.late")):
@@ -193,7 +193,7 @@ def test_what_was_attached_in_a_wrapper_outlives_it(mesh: hsdp.Mesh) -> None:
 
 
 def run_collection(collected: str) -> float:
-    """Rank 0 lets go of its model while rank 1 does nothing."""
+    """Rank 0 drops its model while rank 1 is idle."""
     with hsdp.init_mesh(1, 2) as mesh:
         torch.manual_seed(0)
         model: Any = nn.Linear(3, 2)
@@ -211,7 +211,7 @@ def run_collection(collected: str) -> float:
             gc.collect()
             took = time.monotonic() - begun
             assert alive() is None
-        with open(collected, "r" if mesh.rank == 1 else "w"):  # one waits for the other
+        with open(collected, "r" if mesh.rank == 1 else "w"):  # one rank waits for the other
             pass
         mesh.world.barrier()
         return took
@@ -222,7 +222,7 @@ def test_collecting_waits_for_nobody(ranks: Launcher, tmp_path: pathlib.Path) ->
     assert ranks(2, run_collection, str(tmp_path / "collected"))[0] < 1.5
 
 
-# A model has one who reduces its gradients: a Reducer or DistributedDataParallel.
+# Only one thing may reduce a model's gradients: a Reducer or DistributedDataParallel.
 
 
 @pytest.fixture(scope="module")

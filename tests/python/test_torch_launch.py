@@ -41,7 +41,7 @@ with hsdp.init_mesh(replicate=2, shard=1) as mesh:
     assert not torch.distributed.is_initialized()
 """
 
-# Each process as if it were alone on its host.
+# As if each process were alone on its host.
 TWO_HOSTS = """
 import hsdp
 with hsdp.init_mesh(replicate=2, shard=1, timeout_s=60) as mesh:
@@ -53,9 +53,9 @@ with hsdp.init_mesh(replicate=1, shard=2) as again:
     assert again.shard_size == 2
 """
 
-WITH_TORCH = "import torch\n"  # whose start is warm
+WITH_TORCH = "import torch\n"  # starts warm
 
-# Rank 1 is killed when the job has met for the first time.
+# Rank 1 is killed once the job has met for the first time.
 RESTARTED = """
 import os, pathlib, signal, sys, time, torch, hsdp
 killed = pathlib.Path(sys.argv[1])
@@ -123,7 +123,7 @@ def run_two_hosts(
     python: pathlib.Path, script: pathlib.Path, *arguments: str, restarts: int = 0,
     of_one_host: dict[str, str] | None = None, **variables: str,
 ) -> list[tuple[int, str]]:
-    """One torchrun a "host", joined by torch's store alone."""
+    """One torchrun for each "host"; they share nothing but torch's store."""
     command = [
         str(python), "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}",
@@ -192,7 +192,7 @@ def test_what_an_ended_start_left_in_the_store_is_passed_over(answered: bool) ->
 
     with ThreadPoolExecutor(2) as ranks:
         first = ranks.submit(exchange, 1)
-        while not first.done() and not left.check(["old/rank 1"]):  # it came to what is stale
+        while not first.done() and not left.check(["old/rank 1"]):  # it has reached the stale keys
             time.sleep(0.001)
         said = [ranks.submit(exchange, 0).result(), first.result()]
     assert said == ["word 0 and word 1"] * 2
@@ -242,7 +242,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def warm(python: pathlib.Path, end: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A program that ends so when its input does; and a descriptor of the process that runs it."""
+    """A program that ends when its input does, and a descriptor of the process that runs it."""
     command = [str(python), "-c", ENDS.format(end)]
     with subprocess.Popen(
         command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

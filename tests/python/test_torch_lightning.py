@@ -32,7 +32,7 @@ from hsdp.integrations.lightning import HsdpStrategy  # noqa: E402
 NEAR = 1e-6
 
 
-@cache  # Lightning takes it out of the environment after a fit()
+@cache  # Lightning removes it from the environment after a fit()
 def job_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -46,7 +46,7 @@ class Model(pl.LightningModule):
         spare: bool = False,
     ) -> None:
         super().__init__()
-        torch.manual_seed(own_rank())  # rank 0's weights count
+        torch.manual_seed(own_rank())  # rank 0's weights are used
         self.first = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Tanh())
         self.middle = nn.Sequential(nn.Linear(12, 12), nn.Dropout(dropout), nn.Tanh())
         self.last = nn.Linear(12, 1)
@@ -152,7 +152,7 @@ def differences(one: pl.Trainer, other: pl.Trainer) -> dict[str, float]:
 def fit_both(
     make_model: Callable[[], Model] = Model, ours: dict[str, Any] | None = None, **options: Any
 ) -> tuple[dict[str, Any], Any]:
-    """How far a training by hsdp is from one by DDP; and its trainer."""
+    """How far a training with hsdp is from one with DDP; and its trainer."""
     own = ours or {}
     ddp_options = {key: own[key] for key in ("find_unused_parameters",) if key in own}
     theirs = fit(DDPStrategy(**ddp_options), make_model, **options)
@@ -168,7 +168,8 @@ def fit_both(
 
 
 def accumulated_and_resumed(folder: str) -> dict[str, Any]:
-    """Five batches an epoch, two a step: the third step of an epoch has one. Clipped, validated, saved."""
+    """Five batches an epoch, two a step, so the third step of an epoch has one. Clipped, validated and
+    saved."""
     options: dict[str, Any] = {
         "accumulate_grad_batches": 2, "gradient_clip_val": 0.05, "max_epochs": 2, "folder": folder
     }
@@ -223,7 +224,7 @@ def fit_on_two(folder: str) -> dict[str, Any]:
             lambda: Model(spare=True), {"find_unused_parameters": True, "shard": 1}
         ),
     }
-    # One host shares gradients by default.
+    # Ranks of one host share gradients by default.
     stats = {name: trainer.strategy.reducer.stats() for name, (_, trainer) in rows.items()}
     assert stats["whole"].reduce_scatter_count == 5 and stats["whole"].all_reduce_count == 0
     assert stats["unused parameters"].reduce_scatter_count == 0
@@ -242,7 +243,7 @@ def on_two(module_ranks: Launcher) -> list[dict[str, Any]]:
     return module_ranks(2, fit_on_two, str(module_ranks.folder / "output"))
 
 
-# With two ranks and no accumulation both add the same two numbers, so bits are equal.
+# With two ranks and no accumulation both sides add the same two numbers, so the bits are equal.
 @pytest.mark.parametrize("name", ["whole", "bf16, checkpointing", "LoRA", "unused parameters"])
 def test_the_same_bits_as_ddp(on_two: list[dict[str, Any]], name: str) -> None:
     for found in on_two:

@@ -40,7 +40,7 @@ def fsdp2(folder: str) -> dict[str, Any]:
             handle = hsdp.torch.replica_hook(model, mesh, hop)
             sums: dict[str, Any] = {}
             wanted: dict[str, Any] = {}
-            # The same data in every step: what was sent has to add up to what was given.
+            # The same data in every step: what was sent must add up to the gradients.
             for _ in range(12):
                 run(model, handle, 0, mesh.rank)
                 for key, grad in whole_gradients(model).items():
@@ -69,7 +69,7 @@ def test_fsdp2_models(ranks: Launcher, tmp_path: pathlib.Path) -> None:
 
 
 def frozen_in_between(folder: str) -> list[bool]:
-    """Freezing changes rows and owners in the middle: the errors go along."""
+    """Parameters are frozen in the middle, which changes rows and owners: the errors move along."""
     start_torch(folder)
     shard_mesh = device_mesh(2, 2)["shard"]
     with hsdp.init_mesh(2, 2) as mesh:
@@ -79,12 +79,12 @@ def frozen_in_between(folder: str) -> list[bool]:
         same = []
         for step in range(6):
             for i, (model, handle) in enumerate(zip(models, handles, strict=True)):
-                if i == 1:  # its bias is a row's last part, so other groups change their owner
+                if i == 1:  # its bias ends a row, so other groups change owners
                     model.last.bias.requires_grad_(step not in (2, 3))
                 run(model, handle, step, mesh.rank)
             grads = [
                 {name: p.grad.full_tensor() for name, p in model.named_parameters()
-                 if p.grad is not None and name != "last.bias"}  # which misses two steps
+                 if p.grad is not None and name != "last.bias"}  # which lacks two steps
                 for model in models
             ]
             same.append(all(torch.equal(grads[0][name], g) for name, g in grads[1].items()))
@@ -99,14 +99,14 @@ def test_errors_move_with_frozen_parameters(ranks: Launcher, tmp_path: pathlib.P
 
 
 def save(folder: str, replicate: int, shard: int, resumes: bool) -> list[str]:
-    """Three steps and a checkpoint, or from there on; what two more steps give."""
+    """Three steps and a checkpoint, or a start from one; returns what two more steps give."""
     start_torch(folder)
     shard_mesh = device_mesh(replicate, shard)["shard"]
     with hsdp.init_mesh(replicate, shard) as mesh:
         hop = LocoHop(reset_T=0)
         model = make_model(shard_mesh)
         handle = hsdp.torch.replica_hook(model, mesh, hop)
-        # Not the model: what its gradients were does not depend on it here, as it is not updated.
+        # The model is not saved: it is never updated, so the gradients do not depend on it.
         if resumes:
             state = {"hop": hop}
             dcp.load(state, checkpoint_id=f"{folder}/saved")

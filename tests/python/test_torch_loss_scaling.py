@@ -1,4 +1,4 @@
-"""A GradScaler and a Reducer: every order of calls trains right, or is refused."""
+"""A GradScaler with a Reducer: every order of calls trains correctly or is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_model() -> nn.Linear:
 
 
 def loss_of(model: nn.Module, rank: int = 0) -> torch.Tensor:
-    """Whole numbers as gradients, of which all are rank + 1 times those of rank 0."""
+    """Gradients are whole numbers; each rank's are rank + 1 times rank 0's."""
     x = (rank + 1) * torch.tensor([[2.0, 4.0, -6.0]])
     return (model(x) * torch.tensor([3.0, -1.0])).sum() + rank * model.bias.sum() * 0  # type: ignore
 
@@ -59,7 +59,7 @@ RIGHT_OF_SHARDS = ["", "gather", "unscale", "unscale ours", "unscale gather", "g
 
 
 KINDS = list(itertools.product(("torch", "own", "fused", "sharded", "sharded clips"), (False, True)))
-# Of the other kinds the nightly run tries all orders, too.
+# The nightly run tries all orders of the other kinds too.
 IN_ALL_ORDERS = [("torch", False), ("torch", True), ("sharded", False)]
 
 
@@ -237,7 +237,7 @@ def test_models_of_one_reducer_in_turns(mesh: hsdp.Mesh) -> None:
 
 
 def test_a_loss_scale_of_another_step(mesh: hsdp.Mesh) -> None:
-    """What divided a result is what was set when its step began."""
+    """A result is divided by the scale that was set when its step began."""
     for before, after, then in ((SCALE, 1.0, True), (1.0, SCALE, False), (2.0, SCALE, False)):
         model, reducer, optimizer, scaler = attached(mesh)
         reducer.set_loss_scale(before)
@@ -257,7 +257,7 @@ def test_a_loss_scale_of_another_step(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(1, 2)
 def test_local_sums(mesh: hsdp.Mesh) -> None:
-    """p.grad has this rank's own, scaled in any case; the shards may be divided."""
+    """p.grad is this rank's gradient and always scaled; the shards may be divided."""
     bias, weight = 10.0, 10.0 * 56.0
     for divided in (False, True):
         model, reducer, optimizer, scaler = attached(mesh, divided, keep_grads=True)
@@ -334,14 +334,14 @@ def test_an_infinity_counts_for_optimizers_that_hold_nothing_of_it(mesh: hsdp.Me
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("own", [False, True])
 def test_slices_of_ones_own(mesh: hsdp.Mesh, own: bool, divided: bool) -> None:
-    """Parameters whose .grad is the shard: it is unscaled once, and known to be."""
+    """Parameters whose .grad is the shard: it is unscaled once, and hsdp knows."""
     model, reducer, _, scaler = attached(mesh, divided)
     if own:
         scaler = hsdp.torch.GradScaler(reducer, **OPTIONS)
     run(reducer, model, scaler)
     slices = []
     for name, p in model.named_parameters():
-        slices.append(nn.Parameter(p.detach().flatten()))  # memory of the parameter
+        slices.append(nn.Parameter(p.detach().flatten()))  # shares the parameter's memory
         slices[-1].grad = torch.from_dlpack(reducer.shard(name))
     optimizer = torch.optim.SGD(slices, 1.0)
     if not divided:
@@ -352,7 +352,7 @@ def test_slices_of_ones_own(mesh: hsdp.Mesh, own: bool, divided: bool) -> None:
 
 
 class TakesShards(torch.optim.SGD):
-    """As somebody might write it."""
+    """An optimizer as users might write it."""
 
     takes_shards = True
     reducer: hsdp.Reducer
@@ -399,7 +399,7 @@ def test_a_sharded_optimizer_is_unscaled_once(mesh: hsdp.Mesh) -> None:
 
 
 def test_where_nothing_is_scaled(mesh: hsdp.Mesh) -> None:
-    """A scaler of somebody else, a scaler that is off, a loss that is scaled for later."""
+    """A scaler for other parameters, a disabled scaler, and a loss that is scaled for later use."""
     model, reducer, optimizer, scaler = attached(mesh)
     other = make_model()
     theirs = torch.optim.SGD(other.parameters(), 1.0)
@@ -444,7 +444,7 @@ def test_several_reducers_and_parameters_of_nobody(mesh: hsdp.Mesh) -> None:
         reducer.attach(model)
     optimizer = torch.optim.SGD(nn.ModuleList(models).parameters(), 1.0)
     scaler = torch.amp.GradScaler(**OPTIONS)
-    reducers[1].set_loss_scale(SCALE)  # one of them only
+    reducers[1].set_loss_scale(SCALE)  # only one of them
     for reducer, model in zip(reducers, models, strict=False):
         run(reducer, model, scaler)
         reducer.gather_gradients()

@@ -33,7 +33,7 @@ def backward(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def require_planned(plan: hsdp.MemoryPlan, stats: hsdp.ReducerStats, reduced: int) -> None:
-    """Traffic is that of one step; messages of gathers are there only while these run."""
+    """The traffic is that of one step; messages of gathers exist only while these run."""
     got = dataclasses.asdict(stats)
     for key, planned in dataclasses.asdict(plan).items():
         each = {"shard_hop_bytes": reduced * STEPS, "replica_hop_bytes": STEPS}.get(key, 1)

@@ -1,4 +1,5 @@
-"""Models on the meta device: values of a whole init, of which a rank never has more than units."""
+"""Models on the meta device: they get the values of a whole init, and no rank ever holds more than a few
+units."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ SEED = 5
 
 
 class Rotary(nn.Module):
-    """A module with a buffer that no checkpoint has."""
+    """A module with a buffer that is not in checkpoints."""
 
     inverse: torch.Tensor
 
@@ -44,7 +45,7 @@ class Rotary(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention with torch's own init, a norm with statistics, and a bias."""
+    """Attention with torch's init, a norm with statistics, and a bias."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers between an embedding and a head that are tied, and a recurrent layer."""
+    """Layers between an embedding and a head that share a weight, and a recurrent layer."""
 
     def __init__(self, depth: int = 3, width: int = 8) -> None:
         super().__init__()
@@ -163,7 +164,7 @@ def test_memory_is_that_of_one_unit(mesh: hsdp.Mesh) -> None:
             torch.optim.AdamW, model, reducer, stage=3, persistence_threshold=0,
             param_init_fn=lambda module: seen.append(live_bytes(model)),
         )
-        # Layers come after the embedding, and before the rest of the root.
+        # The layers are initialized after the embedding and before the rest of the root.
         assert max(seen) == max(root, model.embed.weight.nbytes + unit)
         assert live_bytes(model) == 0
         assert all(type(p) is ReleasedParameter for p in model.parameters())
@@ -171,7 +172,7 @@ def test_memory_is_that_of_one_unit(mesh: hsdp.Mesh) -> None:
 
 
 class Plain(nn.Module):
-    """A parameter that nobody sets."""
+    """A parameter that no init sets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +201,7 @@ def test_values_of_a_function(mesh: hsdp.Mesh) -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen layer, and what is trained beside it."""
+    """A frozen layer and trained ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -238,7 +239,7 @@ def test_layers_that_have_values_keep_them(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(1, 2)
 def test_values_beside_others_are_kept(mesh: hsdp.Mesh) -> None:
-    """Of a head on an embedding that has values, and of one with a bias that has."""
+    """For a head whose embedding has values already, and for one whose bias has."""
     embedding = nn.Embedding(5, 4)
     head = on_meta(lambda: nn.Linear(4, 5))
     head.weight = embedding.weight
@@ -260,7 +261,7 @@ def test_values_beside_others_are_kept(mesh: hsdp.Mesh) -> None:
 
 
 class Box(nn.Module):
-    """Sets what modules below have, a list of parameters, and a buffer, which it replaces."""
+    """Sets its submodules' parameters, a list of parameters, and a buffer, which it replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +302,7 @@ def refused(mesh: hsdp.Mesh, **options: Any) -> str:
         with pytest.raises((UsageError, MismatchError, StepAbortedError)) as error:
             ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
         assert all(p.is_meta and type(p) is nn.Parameter for p in model.parameters())
-        # And it may be tried again.
+        # It can be tried again.
         options = {**options, "param_init_fn": init_plain}
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
         with reducer.microbatch(last=True):
@@ -373,7 +374,7 @@ def test_parameters_that_others_hold_weakly(mesh: hsdp.Mesh) -> None:
 
 
 class Places(nn.Module):
-    """A buffer of integers, which three share."""
+    """An integer buffer that three modules share."""
 
     def __init__(self, places: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -391,7 +392,7 @@ def shared_places() -> nn.Module:
 
 @on_mesh(1, 2)
 def test_a_refused_model_is_as_before_and_may_be_made(mesh: hsdp.Mesh) -> None:
-    """Of a model that is to be as before after each error: also layers with values, and the random state."""
+    """The model and the random state must be unchanged after each error; some layers have values already."""
     valued = nn.Linear(4, 4)
     hsdp.broadcast_parameters(mesh, valued)
     before = valued.weight.detach().clone()

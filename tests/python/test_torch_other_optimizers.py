@@ -1,4 +1,5 @@
-"""Optimizers that are not torch's own, under a ShardedOptimizer: beside one process, or refused with the reason."""
+"""Optimizers from outside torch under a ShardedOptimizer: they give what one process gives, or are refused
+with the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def make_model() -> nn.Sequential:
 
 
 def require_equal(optimizer: ShardedOptimizer, model: nn.Module, other: nn.Module) -> None:
-    """To the bit."""
+    """Equal to the bit."""
     whole = optimizer.full_model_state_dict(model)
     for name, values in other.state_dict().items():
         assert torch.equal(whole[name], values), name
@@ -95,7 +96,7 @@ def test_schedule_free_ones_are_saved_in_both_modes(mesh: hsdp.Mesh, saved_in: s
     optimizer.train()
     reference.train()
     step(2)
-    optimizer.load_state_dict(saved)  # as a run that begins from it
+    optimizer.load_state_dict(saved)  # as in a run that starts from it
     with torch.no_grad():
         model.load_state_dict(other.state_dict())
         alone.load_state_dict(other.state_dict())
@@ -112,7 +113,7 @@ def test_schedule_free_ones_are_saved_in_both_modes(mesh: hsdp.Mesh, saved_in: s
 
 
 class Estimating(torch.optim.Optimizer):
-    """Its step size grows with how far all gradients together point the same way, and shows nowhere."""
+    """Its step size grows with how well all gradients agree in direction, and is shown nowhere."""
 
     def __init__(self, params: Any, lr: float = 1.0) -> None:
         super().__init__(params, {"lr": lr})
@@ -155,7 +156,7 @@ def test_what_is_computed_of_all_elements_is_refused(mesh: hsdp.Mesh, layout: An
         return message_of(lambda: ShardedOptimizer(cls, model, reducer))
 
     class Keeping(torch.optim.SGD):
-        """What is no number in a group, or none that counts, is its own."""
+        """A group setting that is not a number, or does not count, belongs to each rank."""
 
         def __init__(self, params: Any) -> None:
             super().__init__(params, lr=0.1)
@@ -167,7 +168,7 @@ def test_what_is_computed_of_all_elements_is_refused(mesh: hsdp.Mesh, layout: An
     assert "step it unsharded, after reducer.gather_gradients()" in refusal(Prodigy)
     assert "other values" in refusal(Estimating)
     optimizer = ShardedOptimizer(Keeping, model, reducer)
-    optimizer.train()  # as of every class, for loops that call it
+    optimizer.train()  # every class has it, for loops that call it
     optimizer.eval()
     with reducer.microbatch(last=True):
         assign(model, 0, 0)
@@ -188,7 +189,7 @@ def test_a_tensor_as_lr_is_of_one_group(mesh: hsdp.Mesh) -> None:
 
 
 class EightBits(torch.optim.Optimizer):
-    """As torchao's: an lr that must stay a tensor, and large states that are rounded block by block."""
+    """Like torchao's: an lr that must stay a tensor, and large states that are rounded in blocks."""
 
     def __init__(self, params: Any, lr: float = 0.125) -> None:
         super().__init__(params, {"lr": torch.tensor(lr)})
@@ -231,7 +232,7 @@ def test_states_of_eight_bits(mesh: hsdp.Mesh) -> None:
             with reducer.microbatch(last=True):
                 assign(model, step, mesh.rank)
             if step == 2:
-                optimizer.param_groups[0]["lr"] = 0.25  # as people do
+                optimizer.param_groups[0]["lr"] = 0.25  # as users do
                 reference.param_groups[0]["lr"].fill_(0.25)
             optimizer.step()
             assign_mean(alone, step, mesh.size)

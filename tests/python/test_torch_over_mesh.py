@@ -1,4 +1,4 @@
-"""shard_over="mesh": the bits of slices of the shard group, in a part of the memory and of the traffic."""
+"""shard_over="mesh": the same bits as with slices of the shard group, with part of the memory and traffic."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Run:
     ) -> None:
         self.mesh = mesh
         self.model = make_model(dtype)
-        # Small buckets: the largest matrix travels in several.
+        # Small buckets, so that the largest matrix is sent in several.
         self.reducer = hsdp.Reducer(mesh, missing="zero", bucket_bytes=512, **(reducer_options or {}))
         self.reducer.attach(self.model)
         if stage == 3:
@@ -72,7 +72,7 @@ class Run:
 
 
 def total(mesh: hsdp.Mesh, number: int) -> int:
-    """Over all ranks."""
+    """Compares over all ranks."""
     return int(mesh.world.all_reduce(float(number), op="sum"))
 
 
@@ -82,7 +82,7 @@ def both(mesh: hsdp.Mesh, **options: Any) -> list[Run]:
 
 @on_meshes((1, 4), (2, 2), (4, 1), (3, 2))
 def test_training_has_the_bits_of_slices_of_the_shard_group(mesh: hsdp.Mesh) -> None:
-    """Over an fp32 replica wire, whatever the shard group's."""
+    """With an fp32 replica wire, whatever the shard group's."""
     wires = ("f32", "bf16", "f16")
     cases: list[dict[str, Any]] = [
         {"stage": 1, **ADAMW},
@@ -121,7 +121,7 @@ def test_windows_have_the_same_bits(mesh: hsdp.Mesh) -> None:
 
 @on_meshes((2, 2), (3, 1))
 def test_a_total_on_a_16_bit_wire_is_not_rounded(mesh: hsdp.Mesh) -> None:
-    """So the result is nearer to that of fp64 than where its half is gathered in 16 bits."""
+    """So the result is closer to fp64's than when half of it is gathered in 16 bits."""
     missed = []
     for over in OVERS:
         reducer = hsdp.Reducer(mesh, replica_dtype="bf16", bucket_bytes=4096, shard_over=over)
@@ -169,7 +169,7 @@ def test_a_rank_has_its_part_of_states_and_sends_half_between_replicas(mesh: hsd
         own = [sum(run.reducer.slice(p.name).count for p in run.reducer.parameters) for run in runs]
         assert [total(mesh, n) for n in own] == [mesh.replicate_size * count, count]
         kept = [run.reducer.stats().optimizer_bytes for run in runs]
-        if stage == 2:  # two moments; the master is the parameter's own memory
+        if stage == 2:  # two moments; the master shares the parameter's memory
             assert [n - 8 * o for n, o in zip(kept, own, strict=True)] == pytest.approx([0, 0], abs=64)
         hops = [total(mesh, run.reducer.stats().replica_hop_bytes) for run in runs]
         assert hops[1] * 2 == hops[0] == 2 * 4 * mesh.replicate_size * count
@@ -181,7 +181,7 @@ def test_a_rank_has_its_part_of_states_and_sends_half_between_replicas(mesh: hsd
 
 
 def resident_after_steps(over: str) -> int:
-    """Bytes of a rank's own memory, which the carry and staging are not."""
+    """Bytes of a rank's private memory, which the carry and staging are not in."""
     with hsdp.init_mesh(2, 2) as mesh:
         model = nn.Linear(4096, 4096, bias=False)
         reducer = hsdp.Reducer(mesh, shard_over="mesh" if over == "mesh" else "shard")
@@ -200,7 +200,7 @@ def resident_after_steps(over: str) -> int:
 def test_the_kernel_counts_less_memory(ranks: Launcher) -> None:
     shard, mesh = (ranks(4, resident_after_steps, over) for over in ("shard", "mesh"))
     count = 4096 * 4096
-    states, result = 8 * count / 2, 4 * count / 4  # on 2x2 ranks; with "mesh" the result is apart
+    states, result = 8 * count / 2, 4 * count / 4  # on 2x2 ranks; with "mesh" the result has separate memory
     for one, other in zip(shard, mesh, strict=True):
         assert one - other == pytest.approx(states / 2 - result, rel=0.3)
 
@@ -287,7 +287,7 @@ def test_a_dropped_step_leaves_nothing_half_updated(mesh: hsdp.Mesh) -> None:
 
 
 class Conditional(nn.Module):
-    """Its layers are used on some ranks only."""
+    """Some ranks do not use all of its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -300,7 +300,7 @@ class Conditional(nn.Module):
 
 @on_mesh(2, 2)
 def test_a_rank_serves_units_that_are_complete(mesh: hsdp.Mesh) -> None:
-    """Also those that it does not use, while the other replica's part of its slice is late."""
+    """Also parameters that this rank does not use, while the other replica's part of its slice is late."""
     results = []
     for over in OVERS:
         model = Conditional()

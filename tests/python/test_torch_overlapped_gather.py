@@ -1,4 +1,5 @@
-"""ShardedOptimizer's gathers under what comes next: the bits of the synchronous ones, whoever reads."""
+"""ShardedOptimizer's gathers run under later work: the bits equal those of synchronous gathers, whatever
+reads them."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ STEPS = 3
 
 
 class Net(nn.Module):
-    """A reused and a conditional module, an unused parameter, tied weights, another layout, none."""
+    """A module used twice, a conditional one, an unused parameter, tied weights, another layout, a None."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.last = nn.Linear(24, 24)  # used in another order than registered
+        self.last = nn.Linear(24, 24)  # not in the order of registration
         self.twice = nn.Linear(24, 24)
         self.maybe = nn.Linear(24, 24)
         self.first = nn.Linear(24, 24)
@@ -154,7 +155,7 @@ READERS: dict[str, Callable[[Net, torch.Tensor], Any]] = {
 
 
 def trained(mesh: hsdp.Mesh, reader: str, dtype: torch.dtype, overlap: bool, **options: Any) -> Any:
-    """All that was read, and the parameters at the end."""
+    """Everything that was read, and the final parameters."""
     torch.manual_seed(3)
     torch._dynamo.reset()
     net = Net().to(dtype)
@@ -185,7 +186,7 @@ def trained(mesh: hsdp.Mesh, reader: str, dtype: torch.dtype, overlap: bool, **o
 
 
 def run_again(net: Net, reducer: hsdp.Reducer, optimizer: ShardedOptimizer, x: torch.Tensor) -> None:
-    """A second step, with nothing read since the first one."""
+    """A second step, when nothing has been read since the first."""
     with reducer.microbatch(last=True):
         for p in net.parameters():
             p.grad = torch.ones(p.shape, dtype=p.dtype)
@@ -205,7 +206,7 @@ def test_readers_get_the_values_of_the_synchronous_gather(dtype: str, stage: int
 
 @on_mesh(1, 2)
 def test_metadata_does_not_wait_and_the_order_of_use_is_agreed(mesh: hsdp.Mesh) -> None:
-    """What needs no values does not wait, and waiting ends one unit's flight only."""
+    """Reads that need no values do not wait; other reads wait for one unit only."""
     net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(3)))
     reducer = attached_to(net, mesh, bucket_bytes=4096)
     optimizer = ShardedOptimizer(torch.optim.SGD, net, reducer, lr=0.1, gather_bucket_bytes=4096,
@@ -260,7 +261,7 @@ def test_metadata_does_not_wait_and_the_order_of_use_is_agreed(mesh: hsdp.Mesh) 
 
 
 def run_other_orders() -> list[Any]:
-    """Ranks that use modules in other orders, and other modules; rank 0's order counts."""
+    """Ranks use modules in different orders, and different modules; rank 0's order is used."""
     with hsdp.init_mesh(1, 2) as mesh:
         found = []
         for overlap in (True, mesh.rank == 0, False):
@@ -336,7 +337,7 @@ class OwnParameter(nn.Parameter):
 
 @on_ranks(2)
 def test_edges() -> None:
-    """Several Reducers, a class of the user's, a group of one, and reads after the mesh's end."""
+    """Several Reducers, a user's class, a group of one, and reads after the mesh is closed."""
     with hsdp.init_mesh(1, 2) as mesh:
         nets = [nn.Linear(16, 16), nn.Linear(16, 4)]
         nets[1].weight = OwnParameter(nets[1].weight.detach())

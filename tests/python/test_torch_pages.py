@@ -1,4 +1,4 @@
-"""The pages for readers and for tasks that have PyTorch in them, followed to the letter."""
+"""The pages docs/from and docs/tasks that use PyTorch, followed to the letter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters in flight where they do not ask: transforms, scripts, compilers, threads, children."""
+"""Parameters in flight that are read without a hook: transforms, scripts, compilers, threads, children."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 class Bank(nn.Module):
-    """An ensemble whose members nobody calls."""
+    """An ensemble whose members are never called."""
 
     def __init__(self, scripted: bool = False) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Bank(nn.Module):
 
 
 class Inner(nn.Module):
-    """An inner step on the weight of a child that nobody calls."""
+    """An inner step on the weight of a child module that is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ MODELS: dict[str, Any] = {
 
 
 class Run:
-    """A model in training, whose rank 1 is late, so that rank 0's parameters are long in flight."""
+    """A model in training. Rank 1 is late, so rank 0's parameters stay in flight for long."""
 
     def __init__(self, mesh: hsdp.Mesh, model: nn.Module, overlap: bool = True) -> None:
         self.mesh, self.model = mesh, model
@@ -116,7 +116,7 @@ class Marked(torch.Tensor):
 
 @on_mesh(1, 2)
 def test_copies_know_nothing_of_flights(mesh: hsdp.Mesh) -> None:
-    """New parameters of old ones, other classes, and models that are saved."""
+    """New parameters made from old ones, other classes, and saved models."""
     run = Run(mesh, multilayer())
     model: Any = run.model
     run.step(torch.ones(2, 8))
@@ -128,14 +128,14 @@ def test_copies_know_nothing_of_flights(mesh: hsdp.Mesh) -> None:
     assert torch.equal(marked.as_subclass(torch.Tensor), model[2].weight)
     run.step(torch.ones(2, 8))
     saved = pickle.dumps(model)
-    assert b"hsdp." not in saved  # but for the name of an attribute, which is None
+    assert b"hsdp." not in saved  # only the name of an attribute, which is None
     assert torch.equal(pickle.loads(saved)(torch.ones(2, 8)), model(torch.ones(2, 8)))
     run.close()
 
 
 @on_mesh(1, 2)
 def test_a_graph_that_is_older_than_the_step(mesh: hsdp.Mesh) -> None:
-    """A backward pass of a graph that was made before the step, as with torch's optimizers."""
+    """A backward pass of a graph from before the step, as with torch's optimizers."""
     for overlap in (True, False):
         run = Run(mesh, multilayer(), overlap)
         x = torch.ones(2, 8, requires_grad=True)
@@ -148,7 +148,7 @@ def test_a_graph_that_is_older_than_the_step(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(1, 2)
 def test_compiled_code_outside_of_modules(mesh: hsdp.Mesh) -> None:
-    """Compiled code that reads several parameters and calls none of the hooked modules."""
+    """Compiled code reads several parameters and calls none of the hooked modules."""
     for kind in ("list", "average", "export"):
         ends = []
         for overlap in (True, False):
@@ -184,7 +184,7 @@ def test_compiled_code_outside_of_modules(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(1, 2)
 def test_threads_that_meet_at_a_parameter(mesh: hsdp.Mesh) -> None:
-    """Writes that are lost where several threads meet at a parameter that is copied when it lands."""
+    """Writes from several threads to a parameter that is copied when its gather ends."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     lost = 0
@@ -209,8 +209,8 @@ def test_threads_that_meet_at_a_parameter(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(1, 2)
 def test_children_find_nothing_in_flight(mesh: hsdp.Mesh) -> None:
-    """Children that read a parameter in flight, drop its optimizer, or just end."""
-    warnings.simplefilter("ignore", DeprecationWarning)  # that a process with threads forks
+    """Child processes that read a parameter in flight, drop its optimizer, or just end."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # about forks of a process with threads
     run = Run(mesh, multilayer())
     for what in ("read", "drop", "end"):
         run.step(torch.ones(2, 8))

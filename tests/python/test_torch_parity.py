@@ -1,8 +1,8 @@
-"""Beside PyTorch's own HSDP: the same model, data and schedule, all held to float64.
+"""Compared with PyTorch's HSDP: the same model, data and schedule, all measured against float64.
 
-Four ranks train a small model of uneven widths with tied weights for three steps of three microbatches:
-with fully_shard over gloo, with hsdp's hop between the replicas of fully_shard, and attached to a Reducer.
-Gradients are compared with the float64 sum of those that a system's own weights give.
+Four ranks train a small model of uneven widths with tied weights for three steps of three microbatches: with
+fully_shard over gloo, with hsdp's hop between the replicas of fully_shard, and attached to a Reducer.
+Gradients are compared with the float64 sum for each system's current weights.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import hsdp
 
 STEPS = 3
 BF16 = torch.bfloat16
-# A model, and what makes a step's gradients.
+# A model, and the function that makes a step's gradients.
 System = tuple[Any, Callable[[int], None]]
 
 
 def hooked(mesh: hsdp.Mesh, shard_mesh: Any, reduce_dtype: Any, hop: Any, **settings: Any) -> System:
-    """Its steps go through replica_hook."""
+    """Its steps run through replica_hook."""
     model = make_model(shard_mesh, reduce_dtype)
     for name, value in settings.items():
         for module in (model, model.first, model.last):
@@ -48,7 +48,7 @@ def hooked(mesh: hsdp.Mesh, shard_mesh: Any, reduce_dtype: Any, hop: Any, **sett
 
 
 def attached(mesh: hsdp.Mesh, *wires: str) -> System:
-    """To a Reducer with those dtypes in the shard group and between replicas."""
+    """Attached to a Reducer with those dtypes in the shard group and between replicas."""
     torch.manual_seed(5)
     model = Net()
     reducer = hsdp.Reducer(mesh, reduce_dtype=wires[0], replica_dtype=wires[1])
@@ -64,7 +64,7 @@ def attached(mesh: hsdp.Mesh, *wires: str) -> System:
 
 
 def fsdp2(mesh: hsdp.Mesh, mesh_2d: Any, reduce_dtype: Any) -> System:
-    """FSDP2's own HSDP, which all-reduces in the reduce dtype."""
+    """FSDP2's HSDP, which all-reduces in the reduce dtype."""
     model = make_model(mesh_2d, reduce_dtype)
 
     def run(step: int) -> None:
@@ -81,7 +81,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def errors(system: System, size: int, factor: float = 1.0) -> tuple[float, float]:
-    """Over all steps, against float64: the worst parameter's, and the root mean square."""
+    """Errors over all steps, against float64: the worst parameter's, and the root mean square."""
     model, run = system
     squares, worst = 0.0, 0.0
     for step in range(STEPS):

@@ -1,8 +1,8 @@
 """The gradients of one training go over several hops: LoCo loses far less of them than plain 4 bit, and no
-more where results are sharded over the mesh.
+more with results sharded over the mesh.
 
-One training decides on the gradients; f32, plain 4 bit and LoCo take them along as passengers, so
-nothing but the hop differs. What each has delivered over all steps is compared with f32's.
+One training determines the gradients. f32, plain 4 bit and LoCo carry them along as passengers, so only the
+hop differs. What each hop has delivered over all steps is compared with f32's.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import train_gpt  # noqa: E402
 
 STEPS = 200
-TIMES = 6.0  # white errors, which plain 4 bit's are at best, would give 8.5
+TIMES = 6.0  # white errors, the best case of plain 4 bit, would give 8.5
 
 
 class Passenger:
-    """A hop that delivers the same gradients, and the sum of what it has delivered to this rank."""
+    """A hop that delivers the same gradients, and the sum it has delivered to this rank."""
 
     def __init__(
         self, mesh: hsdp.Mesh, hop: hsdp.ReplicaHop, model: nn.Module, over: Any = "shard"
@@ -49,7 +49,7 @@ class Passenger:
             total += torch.from_dlpack(self.reducer.shard(name))
 
     def distance(self, exact: Passenger) -> float:
-        """Relative, over all parameters. Collective; `exact` has whole ones."""
+        """The relative error over all parameters. Collective; `exact` has whole ones."""
         squares = torch.zeros(2, dtype=torch.float64)
         for name, own in self.slices.items():
             wanted = exact.sums[name][own.offset : own.offset + own.count]
@@ -96,6 +96,6 @@ def ride() -> dict[str, float]:
 
 def test_loco_loses_a_sixth_of_what_plain_loses(ranks: Launcher) -> None:
     found = ranks.start(2, ride).wait(limit_s=240)[0]
-    assert found["last"] < 0.8 * found["first"], found  # it did learn
+    assert found["last"] < 0.8 * found["first"], found  # it has learned
     assert found["plain"] >= TIMES * found["loco"], found
     assert found["loco over the mesh"] <= found["loco"], found

@@ -1,4 +1,4 @@
-"""What hsdp uses of torch's private parts works as it takes for granted, and stands in one file."""
+"""The private parts of torch that hsdp uses behave as it assumes, and are all named in one file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import hsdp
 from hsdp.torch import private_torch
 
 HERE = pathlib.Path(private_torch.__file__).resolve()
-PACKAGE = HERE.parents[1]  # the sources: a build has links to its folders, which rglob passes over
+PACKAGE = HERE.parents[1]  # the sources: a build links to their folders, which rglob does not follow
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -44,7 +44,7 @@ def test_whether_the_profiler_records() -> None:
 
 
 class Seen(torch.Tensor):
-    """A tensor without memory, which notes the operators that it is given to."""
+    """A tensor without memory that records the operators called on it."""
 
     seen: list[Any] = []
 
@@ -58,7 +58,7 @@ class Seen(torch.Tensor):
 
 
 def test_a_wrapper_has_a_shape_and_sees_operators() -> None:
-    wrapper: Any = Seen((1 << 20, 1 << 20))  # more than there is memory
+    wrapper: Any = Seen((1 << 20, 1 << 20))  # larger than the memory
     assert wrapper.shape == (1 << 20, 1 << 20) and wrapper.dtype == torch.float32
     Seen.seen.clear()
     wrapper.to(torch.float64)
@@ -120,7 +120,7 @@ def test_hooks_of_a_tensor() -> None:
     ]
     found = [private_torch.backward_hooks(tensor), private_torch.post_accumulate_grad_hooks(tensor)]
     assert [[*hooks] for hooks in found] == [[handle.id] for handle in handles]
-    del found[1][handles[1].id]  # torch's own dict
+    del found[1][handles[1].id]  # torch's dict
     assert not private_torch.post_accumulate_grad_hooks(tensor)
 
 
@@ -154,7 +154,7 @@ def test_the_raw_stream_is_a_function_of_the_device() -> None:
 
 
 def test_who_asks_a_parameter_for_its_values() -> None:
-    """For `_called_by` of released_parameter.py: right below __torch_function__."""
+    """For `_called_by` of released_parameter.py: called directly below __torch_function__."""
     asked: list[tuple[str, Any]] = []
 
     class Asks(torch.nn.Parameter):
@@ -200,7 +200,7 @@ def test_parameters_of_an_rnn_are_swapped() -> None:
     rnn = torch.nn.GRU(2, 2)
     fresh = torch.nn.Parameter(torch.zeros_like(rnn.weight_ih_l0))
     with pytest.raises(RuntimeError):
-        torch.utils.swap_tensors(rnn.weight_ih_l0, fresh)  # what forget_flat_weights is for
+        torch.utils.swap_tensors(rnn.weight_ih_l0, fresh)  # the case for forget_flat_weights
     private_torch.forget_flat_weights(rnn)
     torch.utils.swap_tensors(rnn.weight_ih_l0, fresh)
     private_torch.make_flat_weights(rnn)
@@ -252,7 +252,7 @@ def test_how_a_scaler_divides() -> None:
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     found = private_torch.unscale_grads(scaler, optimizer, torch.tensor(0.125), torch.zeros(1), False)
     assert parameter.grad.item() == 2 and [flag.item() for flag in found.values()] == [0]
-    scaler.scale(parameter.sum())  # which gives it a scale
+    scaler.scale(parameter.sum())  # which creates its scale
     own, called = torch.amp.GradScaler._unscale_grads_, []
 
     def method(self: Any, *args: Any) -> Any:
@@ -304,7 +304,7 @@ def test_fsdp2() -> None:
         model(torch.ones(2, 3)).sum().backward()
         assert queued == [True]
         assert not private_torch.fsdp_root(model).post_backward_final_callback_queued
-        # In f32 the collective divides; f16 is divided before and after.
+        # In f32 the collective divides; f16 is divided before and after it.
         model[0].set_gradient_divide_factor(8.0)
         assert private_torch.fsdp_divisor_after(group, torch.float32, "cpu") is None
         assert private_torch.fsdp_divisor_after(group, torch.float16, "cpu") == 2
@@ -317,7 +317,7 @@ def test_fsdp2() -> None:
 
 
 def own_names() -> set[str]:
-    """What is defined anywhere in hsdp."""
+    """Everything that hsdp defines anywhere."""
     found = set(dir(builtins))
     for file in PACKAGE.rglob("*.py"):
         if file == HERE:
@@ -329,7 +329,7 @@ def own_names() -> set[str]:
                 found.add(node.id)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found.add(node.attr)
-    return found - {"_version"}  # torch's own, too
+    return found - {"_version"}  # torch defines it too
 
 
 def private_uses(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
@@ -345,9 +345,9 @@ def private_uses(tree: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
                 yield node.lineno, ast.unparse(node)
 
 
-#: of Python, and of the compiled module
+# : names of Python, and of the compiled module
 NOT_TORCH = {"sys._getframe", "given._replace"}
-#: what it uses of transformers and Lightning is bounded by the extras of those
+# : the extras of transformers and Lightning bound which releases hsdp uses them with
 OF_OTHERS = PACKAGE / "integrations"
 
 
@@ -402,7 +402,7 @@ def test_the_package_takes_every_torch_from_the_oldest_on() -> None:
 def test_a_missing_part_is_an_error_that_says_what_works(
     monkeypatch: pytest.MonkeyPatch, name: str, holder: Any, attribute: str, works: str
 ) -> None:
-    getattr(private_torch, name)  # now it is there, as often as it is looked up
+    getattr(private_torch, name)  # now it exists, each time it is looked up
     monkeypatch.delitem(vars(private_torch), name)
     monkeypatch.delattr(holder, attribute)
     with pytest.raises(hsdp.UsageError) as caught:

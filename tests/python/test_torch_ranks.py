@@ -40,7 +40,7 @@ class Boom(Exception):
 
 @on_mesh(2, 2)
 def test_exceptions_leave_all_ranks_usable(mesh: hsdp.Mesh) -> None:
-    """Rank 2's user code raises in the middle of a backward pass; then all train on."""
+    """User code on rank 2 raises in the middle of a backward pass; then all ranks train on."""
     model = make_model(mesh.rank)
     hsdp.broadcast_parameters(mesh, model)
     reducer = attached_to(model, mesh, missing="zero", bucket_bytes=64)
@@ -66,12 +66,12 @@ def test_exceptions_leave_all_ranks_usable(mesh: hsdp.Mesh) -> None:
         assert all(p.grad is None for p in model.parameters())
     reducer.gather_gradients()
     assert model[2].bias.grad.tolist() == [8.0] * 3  # 4 rows, 2 microbatches, mean over ranks
-    assert model.wide.grad is None  # no rank used it
+    assert model.wide.grad is None  # it is unused on every rank
 
 
 @on_mesh(1, 2)
 def test_local_sums_begin_anew_after_a_dropped_step(mesh: hsdp.Mesh) -> None:
-    """With keep_grads: what a dropped step left is no part of the next one's sum."""
+    """With keep_grads, what a dropped step left is not part of the next sum."""
     model = nn.Linear(2, 1, bias=False)
     reducer = attached_to(model, mesh, keep_grads=True)
     for step in range(3):
@@ -89,7 +89,7 @@ def test_local_sums_begin_anew_after_a_dropped_step(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(2, 2)
 def test_gathered_parameters_agree(mesh: hsdp.Mesh) -> None:
-    """Of which each rank has updated its shards in place."""
+    """Each rank has updated its shards in place."""
     torch.manual_seed(0)
     model = nn.Conv2d(2, 4, 3).to(memory_format=torch.channels_last)
     weight, bias = (p.detach().clone() for p in model.parameters())

@@ -1,4 +1,5 @@
-"""Parameters that are released at stage 3: what they take, who may read them, and how they come back."""
+"""Parameters that are released at stage 3: what memory they take, who may read them, and how they come
+back."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
 
 
 class Tower(nn.Module):
-    """Layers, before and after which there is one."""
+    """Layers with one layer before and one after them."""
 
     def __init__(self, depth: int = 4, width: int = 32) -> None:
         super().__init__()
@@ -100,8 +101,8 @@ def is_released(p: torch.Tensor) -> bool:
     return type(p) is ReleasedParameter
 
 
-# A module's parameters are there for its forward and backward passes, beside those of the root and,
-# with a prefetch, of the next one; all others are slices.
+# A module's parameters exist during its forward and backward passes, beside those of the root and, with a
+# prefetch, of the next module. All others are slices.
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
@@ -142,7 +143,7 @@ def test_a_rank_holds_slices_and_what_is_in_use(prefetch: bool) -> None:
     assert held_bytes(model) == whole
 
 
-# Of a released parameter there is its shape, its gradient and its slice.
+# Of a released parameter, only its shape, gradient and slice exist.
 
 
 @on_ranks(2)
@@ -169,7 +170,7 @@ def test_nobody_reads_a_released_parameter() -> None:
             with pytest.raises(hsdp.UsageError, match=r"'(layers|first).*unshard"):
                 read()
         with pytest.raises(hsdp.UsageError, match="first.weight.*unshard"):
-            model.encode(rows(mesh))  # no forward of the root
+            model.encode(rows(mesh))  # the root's forward does not run
         step(model, mesh, reducer, optimizer)
 
 
@@ -242,7 +243,7 @@ def test_other_methods_may_be_forwards() -> None:
             optimizer.step()
 
 
-# What ranks do differently.
+# What the ranks do differently.
 
 
 @on_ranks(2)
@@ -308,16 +309,16 @@ def test_units_may_stay_until_the_step(forward: bool) -> None:
                     counts.append(opt.gather_stats().gather_count - before)
                 if opt is optimizer:
                     assert not any(map(is_released, model.parameters()))
-                    # The first forward and backward pass. The root stays between them, and the last
-                    # layer, once it is known that it is needed next; the record of the first step has
-                    # that one twice, and is followed once.
+                    # The first forward and backward pass. The root stays between them, and so does the last
+                    # layer once its next use is known. The first step's record has that layer twice and is
+                    # followed once.
                     twice = released - 1 - (seed > 1) if forward else 0
                     assert counts == [released + twice] * 2, (counts, released, seed)
                     with torch.no_grad():
                         model(rows(mesh).bfloat16())
                     assert opt.gather_stats().gather_count - before == counts[1]
                 with torch.no_grad():
-                    if seed == 1 and opt is optimizer:  # as at stage 2, it is taken over
+                    if seed == 1 and opt is optimizer:  # as at stage 2, the value is taken over
                         model.layers[1].weight.mul_(2)
                     elif seed == 1:
                         opt.unshard(reference.layers[1])
@@ -327,7 +328,7 @@ def test_units_may_stay_until_the_step(forward: bool) -> None:
                 assert sum(map(is_released, one.parameters())) == released
         for key, value in its_optimizer.full_model_state_dict(reference).items():
             assert torch.equal(value, optimizer.full_model_state_dict(model)[key]), key
-        # A window is one microbatch, and what is loaded within it is seen at once.
+        # A window is one microbatch. Values loaded within it are used at once.
         before = optimizer.gather_stats().gather_count
         with coalesce_grad_reduction(reducer, last=True):
             for i in range(3):
@@ -346,7 +347,7 @@ def test_units_may_stay_until_the_step(forward: bool) -> None:
         optimizer.step()
 
 
-# What is written to a unit that stays, before it is asked for as whole, is taken over as at stage 2.
+# A value written to a unit that stays, before a whole copy is asked for, is taken over as at stage 2.
 @pytest.mark.parametrize("how", ["unshard", "whole", "write back"])
 @on_ranks(2)
 def test_what_is_written_to_what_stays_counts(how: str) -> None:
@@ -368,7 +369,7 @@ def test_what_is_written_to_what_stays_counts(how: str) -> None:
         require_same(*wholes)
 
 
-# One rank has its units still, the other has none, when both gather all.
+# One rank still has its units, the other has none, when both gather all.
 @on_ranks(2)
 def test_ranks_with_other_units_gather_all() -> None:
     model = Tower()
@@ -379,7 +380,7 @@ def test_ranks_with_other_units_gather_all() -> None:
                 if mesh.rank == 1:
                     raise KeyError("user code")
                 loss.backward()
-            reducer.gather_gradients()  # where it hears of the other's error
+            reducer.gather_gradients()  # this tells it of the other rank's error
         except (KeyError, hsdp.StepAbortedError):
             pass
         whole = optimizer.full_model_state_dict(model)
@@ -413,7 +414,7 @@ def test_what_stays_is_given_back_where_nothing_is_updated() -> None:
 
 
 class Branches(nn.Module):
-    """Goes through one of its layers, or another."""
+    """Runs one of its layers or another."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -426,7 +427,7 @@ class Branches(nn.Module):
         return x
 
 
-# Guesses do not reach beyond what will have been released by then.
+# Guesses stop at what will have been released by then.
 @pytest.mark.parametrize("forward", [True, False])
 @on_ranks(2)
 def test_units_are_gathered_once_a_pass(forward: bool) -> None:
@@ -456,7 +457,7 @@ def test_wrong_guesses_are_given_back() -> None:
             assert held_bytes(model) <= persistent + 3 * layer_bytes
 
 
-# The head is used outside of what gathers it, which a pass between forward and backward may do.
+# The head is used outside the module that gathers it, which a pass between forward and backward may do.
 @on_ranks(2)
 def test_a_master_may_be_read_between_the_passes() -> None:
     for model, mesh, reducer, optimizer in at_both_stages():
@@ -468,7 +469,7 @@ def test_a_master_may_be_read_between_the_passes() -> None:
             optimizer.step()
 
 
-# After a forward pass without a backward pass the root is there still, and its slices were replaced.
+# After a forward pass without a backward pass the root still exists, and its slices were replaced.
 @pytest.mark.parametrize("how", ["load", "write"])
 @on_ranks(2)
 def test_what_is_written_to_what_expired_counts(how: str) -> None:
@@ -586,7 +587,7 @@ def test_copies_and_forked_children() -> None:
             assert not any(map(is_released, one.parameters()))
         assert is_released(model.layers[0].weight)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of forks beside threads
+            warnings.simplefilter("ignore")  # about forks beside threads
             child = os.fork()
         if child == 0:
             try:
@@ -610,7 +611,7 @@ def test_what_others_hold_stays() -> None:
         copied = {key: value.clone() for key, value in whole.items()}
         optimizer.reshard(model)
         assert all(torch.equal(whole[key], copied[key]) for key in whole)
-        # Parameters that became views of one vector.
+        # Parameters that have become views of one vector.
         optimizer.unshard(model)
         vector = torch.cat([value.flatten() for key, value in copied.items() if key != "scale"])
         torch.nn.utils.vector_to_parameters(vector * 2, model.parameters())
@@ -618,7 +619,7 @@ def test_what_others_hold_stays() -> None:
         assert vector.sum().isfinite()
         got = optimizer.full_model_state_dict(model)
         assert all(torch.equal(got[key], 2 * copied[key]) for key in got if key != "scale")
-        # Weights that are loaded where a layer was gathered ahead.
+        # Weights that are loaded while a layer is gathered ahead.
         for _ in range(2):
             with torch.no_grad():
                 model(rows(mesh))
@@ -628,13 +629,13 @@ def test_what_others_hold_stays() -> None:
         twin.load_state_dict(copied)
         with torch.no_grad():
             assert torch.equal(model(rows(mesh)), twin(rows(mesh)))
-        # A graph that is older than the step.
+        # A graph from before the step.
         result = model(rows(mesh)).sum()
         step(model, mesh, reducer, optimizer)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             result.backward()
         step(model, mesh, reducer, optimizer)
-    # An optimizer that was dropped.
+    # A dropped optimizer.
     model = Tower()
     with hsdp.init_mesh(shard=2) as mesh, attached_to(model, mesh) as reducer:
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, stage=3, persistence_threshold=40)
@@ -701,11 +702,11 @@ def test_units_of_a_model() -> None:
     assert units(tower, []) == {"Tower": every}
     assert list(units(tower, [nn.Linear])) == ["first", "layers.0", "layers.1", "last"]
     assert units(tower, lambda module: module is tower.last)["last"] == ["last.weight", "last.bias"]
-    tower.last.weight = tower.layers[0].weight  # of several units
+    tower.last.weight = tower.layers[0].weight  # in several units
     assert units(tower)["Tower"] == ["first.weight", "first.bias", "layers.0.weight", "last.bias"]
     tower.layers[1] = torch.jit.script(nn.Linear(2, 2))
     assert "layers.1" not in units(tower)
-    attention = nn.MultiheadAttention(8, 2)  # reads what is below it
+    attention = nn.MultiheadAttention(8, 2)  # it reads its submodules' parameters
     assert list(units(attention, [nn.Linear])) == ["MultiheadAttention"]
     nested = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2)])
     assert list(units(nested)) == ["0.0", "1"]

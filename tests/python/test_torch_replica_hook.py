@@ -1,5 +1,5 @@
-"""FSDP2 models with hsdp's hop between replicas, on real ranks over gloo. Their gradients are held to
-float64 in test_torch_parity.py."""
+"""FSDP2 models with hsdp's hop between replicas, on real ranks over gloo. test_torch_parity.py compares their
+gradients with float64."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def check_what_is_left_over(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
         handle.set_requires_all_reduce(False)
     with pytest.raises(hsdp.UsageError, match="'late'.*handle.finish"):
         model(x_of(0, 0), True).sum().backward()
-    if not hasattr(model, "reset_iter_state"):  # in older releases no FSDPModule goes on after an exception
+    if not hasattr(model, "reset_iter_state"):  # in older releases no FSDPModule can continue after an exception
         return
     model.reset_iter_state()
     handle.discard()
@@ -109,7 +109,7 @@ def check_local_sums(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
 
 
 def check_freezing(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
-    """Parameters that are frozen, and set free again, between two steps."""
+    """Parameters that are frozen and unfrozen between two steps."""
 
     def never(microbatch: int, rank: int) -> bool:
         return False
@@ -131,7 +131,7 @@ def check_freezing(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
 
 
 class Checkpointed(nn.Module):
-    """Whose layers, with `reentrant`, run in backwards within the backward."""
+    """With `reentrant`, its layers run in backward passes within the backward pass."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def check_reentrant_checkpoints(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
 
 
 def check_ends_of_backwards(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
-    """However many modules there are, the end of a backward is looked for once."""
+    """The end of a backward is looked for only once, however many modules there are."""
     model = Checkpointed(reentrant=False)
     for module in (*model.layers, model):
         fully_shard(module, mesh=shard_mesh)
@@ -176,7 +176,7 @@ def check_ends_of_backwards(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
 
 
 def run_counted(model: Any, set_flag: Any, flagged: list[str], rank: int) -> int:
-    """The number of reduce-scatters of a step whose flags are off but in the last microbatch."""
+    """The number of reduce-scatters of a step in which the flags are off except in the last microbatch."""
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     reduce_scatter, scattered = getattr(dist, name), []
 
@@ -194,7 +194,7 @@ def run_counted(model: Any, set_flag: Any, flagged: list[str], rank: int) -> int
 
 
 def check_counts(mesh: hsdp.Mesh, mesh_2d: Any) -> None:
-    """As in PyTorch's own test of accumulation, and with the gradients of FSDP2's own HSDP."""
+    """As in PyTorch's test of accumulation, and with the gradients of FSDP2's HSDP."""
     for flag, flagged, expected in COUNTS:
         theirs, model = CountedNet(), CountedNet()
         for net, on in [(theirs, mesh_2d), (model, mesh_2d["shard"])]:
@@ -226,11 +226,11 @@ def check_flags_of_all(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
         fully_shard(part, mesh=shard_mesh)
     handle = hsdp.torch.replica_hook(model, mesh)
     x = torch.ones(2, 7)
-    for _ in range(2):  # without a word each backward is the last
+    for _ in range(2):  # unless told otherwise, each backward is the last
         model(x).sum().backward()
     assert handle.all_reduce_count == 8 and handle.carry_bytes == 0
     handle.set_requires_all_reduce(True)
-    handle.set_requires_all_reduce(False, model)  # and what is within it
+    handle.set_requires_all_reduce(False, model)  # and the modules within it
     model(x).sum().backward()
     assert handle.all_reduce_count == 8 and handle.carry_bytes > 0
     handle.set_requires_all_reduce(True, model[1])
@@ -244,7 +244,7 @@ def check_flags_of_all(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
 
 
 def check_sums_of_one_dtype(mesh: hsdp.Mesh, mesh_2d: Any) -> None:
-    """256 + 1 - 256 in bf16: the sum is fp32, which FSDP2's own is not."""
+    """256 + 1 - 256 in bf16: the sum is fp32, unlike FSDP2's."""
     for given, expected in [(mesh_2d["shard"], 1.0), (mesh_2d, 0.0)]:
         model: Any = nn.Linear(3, 5, bias=False).bfloat16()
         fully_shard(model, mesh=given)
@@ -276,7 +276,7 @@ def two_roots(folder: str) -> list[str]:
         for _ in range(3):
             model(torch.ones(2, 3)).sum().backward()
             seen.append("ended" if handle._rows.begins_step else "still under way")
-        model[0].bias.requires_grad_(False)  # may be frozen between steps
+        model[0].bias.requires_grad_(False)  # it may be frozen between steps
         model(torch.ones(2, 3)).sum().backward()
         handle.close()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Wrong uses of the replica hook: each is an error that says what to do, on every rank."""
+"""Misuse of the replica hook: each case is an error on every rank that says what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 
 import hsdp
 
-#: whether an FSDPModule can go on after an exception, as none can in older releases of torch
+# : whether an FSDPModule can continue after an exception; in older releases of torch none can
 GOES_ON = hasattr(FSDPModule, "reset_iter_state")
 
 
@@ -82,7 +82,7 @@ def test_wrong_use_is_refused(tmp_path: str) -> None:
 
 
 def use_parts(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
-    """Parameters of one FSDPModule that a backward leaves unused."""
+    """A backward that leaves some parameters of an FSDPModule unused."""
     model: Any = fully_shard(TwoParts(), mesh=shard_mesh)
     handle = hsdp.torch.replica_hook(model, mesh)
     handle.set_requires_all_reduce(False)
@@ -118,8 +118,8 @@ def refuse_other_wrappers(mesh: hsdp.Mesh) -> None:
 
 
 def end_differently(shard_mesh: Any) -> None:
-    """Ranks that disagree on which backward is the last, or on whether to finish: all learn of it,
-    and the next step is right."""
+    """Ranks disagree on which backward is the last, or on whether to finish: all are told, and the next step
+    is right."""
     with hooked(shard_mesh, nn.Linear(2, 2)) as (model, handle, rank):
 
         def backward(last: bool) -> None:
@@ -142,7 +142,7 @@ def end_differently(shard_mesh: Any) -> None:
 
 
 def refuse_to_finish(shard_mesh: Any) -> None:
-    """What one rank cannot finish is dropped on all."""
+    """A step that one rank cannot finish is dropped on all ranks."""
     with hooked(shard_mesh, nn.Linear(2, 2)) as (model, handle, rank):
         handle.set_requires_all_reduce(False)
         model(torch.ones(2, 2)).sum().backward()

@@ -1,5 +1,5 @@
-"""What a Reducer gives of a step to somebody with an attached torch model: tensors, what losses are
-divided by, and, with tensors and streams that only look like CUDA's, what is done on a GPU.
+"""A step's results for users with an attached torch model: tensors, what losses are divided by, and what
+happens on a GPU, with tensors and streams that only look like CUDA's.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def test_gathered_gradients_use_their_memory_again(mesh: hsdp.Mesh) -> None:
         if step == 2:
             model.zero_grad()
     assert len(set(addresses)) == 1
-    reducer.gather_gradients()  # again in the step, while p.grad has the last one's
+    reducer.gather_gradients()  # again in the next step, while p.grad still has the last one's
     assert (model.weight.grad == 3).all()
 
 
@@ -152,7 +152,7 @@ def test_the_memory_can_be_freed(mesh: hsdp.Mesh) -> None:
     assert storage.expired()
 
 
-# What losses are divided by: the result is that of one process that sees everything.
+# What losses are divided by: the result equals that of one process that sees everything.
 
 MICROBATCHES = 3
 
@@ -163,7 +163,7 @@ def make_model() -> nn.Module:
 
 
 def batch_of(rank: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a length of its own, with labels that do not count."""
+    """A sequence of a different length, with labels that do not count."""
     generator = torch.Generator().manual_seed(10 * rank + microbatch)
     length = 4 + 3 * rank + microbatch
     labels = torch.randint(0, 5, (length,), generator=generator)
@@ -212,7 +212,8 @@ def test_the_table_of_losses(mesh: hsdp.Mesh) -> None:
         torch.testing.assert_close(gradients(model), expected, rtol=1e-5, atol=1e-7)
 
 
-# As with DDP's find_unused_parameters: what no rank used keeps no gradient, and an optimizer leaves it.
+# As with DDP's find_unused_parameters: a parameter that no rank used gets no gradient, and an optimizer skips
+# it.
 @on_mesh(2, 2)
 def test_parameters_that_no_rank_uses_do_not_move(mesh: hsdp.Mesh) -> None:
     torch.manual_seed(0)
@@ -233,7 +234,7 @@ def test_parameters_that_no_rank_uses_do_not_move(mesh: hsdp.Mesh) -> None:
         y = of["all"](x)
         return (y + of["one"](x) if use_one else y).square().sum()
 
-    # "one" is used on rank 2 alone, and in the second step on none.
+    # "one" is used on rank 2 only, and in the second step on no rank.
     none, one = ([f"{name}.weight", f"{name}.bias"] for name in ("none", "one"))
     for step in range(3):
         for its in (reducer, sharded_reducer):
@@ -265,7 +266,7 @@ SHAPE = torch.Size([4, 4])
 
 
 class Handle:
-    """A Reducer that notes what it is told."""
+    """A Reducer that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -278,14 +279,14 @@ class Handle:
 
 
 def cuda_weight() -> Any:
-    """A parameter there, as far as a hook looks at one."""
+    """A parameter there, as far as a hook can tell."""
     return SimpleNamespace(
         dtype=torch.bfloat16, device=GPU, is_cpu=False, shape=SHAPE, grad=None
     )
 
 
 def cuda_gradient(**changes: Any) -> Any:
-    """A CUDA tensor, as far as a hook looks at one."""
+    """A CUDA tensor, as far as a hook can tell."""
     fields = {
         "layout": torch.strided, "dtype": torch.bfloat16, "device": GPU, "is_cpu": False, "is_complex": lambda: False,
         "shape": SHAPE, "is_neg": lambda: False, "is_contiguous": lambda: False, "stride": lambda: (1, 4), "data_ptr": lambda: 4096,
@@ -320,7 +321,7 @@ def test_a_gradient_that_does_not_fit_is_refused() -> None:
 
 def test_the_stream_is_torchs_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     current = CurrentStream("cuda:3")
-    assert current() == 0  # torch has not used a GPU
+    assert current() == 0  # torch has not used a GPU yet
     used: list[Any] = []
 
     def current_stream(device: int) -> Any:
@@ -329,7 +330,7 @@ def test_the_stream_is_torchs_current_one(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    monkeypatch.setattr(private_torch, "current_raw_stream", None)  # which a build for CUDA has
+    monkeypatch.setattr(private_torch, "current_raw_stream", None)  # only a CUDA build of torch has it
     assert current() == 77
     assert used == [3]
     current.set(5)
@@ -390,5 +391,5 @@ def test_torch_profiler_shows_the_calls(mesh: hsdp.Mesh) -> None:
     calls = ["begin_microbatch", "end_microbatch", "clip_grad_norm", "update", "gather_wait"]
     assert names == [f"hsdp:{call}" for call in calls]
     assert 0 < reducer.stats().update_s < 60
-    step()  # as before, without one
+    step()  # as before, without a stream
     reducer.close()

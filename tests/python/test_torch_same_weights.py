@@ -46,7 +46,7 @@ def test_every_bit_counts_in_a_large_tensor() -> None:
     require_all_differ(changed)
 
 
-# Equal sums of the words, and of their products with odd numbers where only the highest bits differ.
+# Equal sums of the words, and equal sums of their products with odd numbers if only the highest bits differ.
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8])
 def test_the_order_counts(dtype: torch.dtype) -> None:
     plain = torch.zeros(64, dtype=dtype)
@@ -111,7 +111,7 @@ def backward(model: nn.Module) -> None:
 
 
 def begin(how: str, reducer: hsdp.Reducer, model: nn.Module) -> None:
-    """Begins something, and ends what it began."""
+    """Begins something and ends it."""
     if how == "prepare":
         reducer.prepare()
     elif how == "optimizer":
@@ -150,7 +150,7 @@ def run_different_weights() -> dict[str, list[Any]]:
             spoil(model, where, mesh.rank)
             reducer = attached_to(model, mesh)
             said: list[Any] = []
-            for _ in range(2):  # asked again until it is so
+            for _ in range(2):  # repeated calls until it holds
                 try:
                     begin(how, reducer, model)
                 except hsdp.MismatchError as error:

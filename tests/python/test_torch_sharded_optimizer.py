@@ -1,4 +1,4 @@
-"""ShardedOptimizer: the unsharded optimizer's values, states of slices, and what is refused."""
+"""ShardedOptimizer: the unsharded optimizer's values, states of slices, and refused input."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def step_both(
     reducer: hsdp.Reducer, model: nn.Module, optimizer: ShardedOptimizer, seed: int,
     alone: nn.Module, reference: torch.optim.Optimizer,
 ) -> None:
-    """The unsharded optimizer has the mean of all ranks' gradients."""
+    """The unsharded optimizer, given the mean of all ranks' gradients."""
     run_step(reducer, model, seed, reducer.mesh.rank)
     optimizer.step()
     assign_mean(alone, seed, reducer.mesh.size)
@@ -61,8 +61,8 @@ def step_both(
 
 
 def require_equal(model: nn.Module, other: nn.Module, fused: bool = False) -> None:
-    """To the bit; but torch itself rounds otherwise where strides differ, and in fused optimizers
-    at the end of an array that does not fill a vector."""
+    """To the bit, except that torch itself rounds differently with other strides, and in fused optimizers at
+    the end of an array that does not fill a vector."""
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         if p.is_contiguous() and not fused:
             assert torch.equal(p, q), name
@@ -93,7 +93,8 @@ def test_every_optimizer_has_the_bits_of_the_unsharded_one(mesh: hsdp.Mesh) -> N
 
 @on_meshes((2, 2), (2, 1))
 def test_training_equals_unsharded_adamw(mesh: hsdp.Mesh) -> None:
-    """Steps of three microbatches beside unsharded AdamW, stages 1 and 2, clipped or not."""
+    """Steps of three microbatches compared with unsharded AdamW, stages 1 and 2, with and without
+    clipping."""
     hashes = []
     for stage, clip, microbatches, fused in (
         (1, None, 3, False), (2, None, 3, False), (1, 0.3, 3, False), (2, 0.3, 3, False),
@@ -136,7 +137,7 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @on_mesh(1, 2)
 def test_parameters_of_sixteen_bits(mesh: hsdp.Mesh) -> None:
-    """Parameters of 16 bits are their fp32 masters, rounded; writes of others are taken over."""
+    """16-bit parameters equal their fp32 masters, rounded. Values that other code writes are taken over."""
     for dtype in (torch.bfloat16, torch.float16):
         model, alone = make_model(dtype), make_model(dtype).float()
         reducer, optimizer = sharded(mesh, model, lr=1e-3)
@@ -177,7 +178,7 @@ def test_parameters_of_sixteen_bits(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(1, 2)
 def test_masters_that_others_write(mesh: hsdp.Mesh) -> None:
-    """Through `master()` also beside the parameter, of which other elements were written."""
+    """Through `master()`, even if other elements of the parameter were written too."""
     model = make_model(torch.bfloat16)
     reducer, optimizer = sharded(mesh, model, lr=0.0, weight_decay=0.0)
     parameters = dict(model.named_parameters())
@@ -193,7 +194,7 @@ def test_masters_that_others_write(mesh: hsdp.Mesh) -> None:
             assert torch.equal(own, master.to(p.dtype))
         return masters
 
-    factor = 1.5 + 2**-12  # the last bit is more than 16 bits hold
+    factor = 1.5 + 2**-12  # 16 bits cannot hold the last bit
     before = step()
     for name, p in parameters.items():
         optimizer.master(p)[::2] *= factor
@@ -207,7 +208,7 @@ def test_masters_that_others_write(mesh: hsdp.Mesh) -> None:
         expected[1::3] = 0.75
         assert torch.equal(now, expected)
 
-    for p in parameters.values():  # by another way, which no version counter of torch sees
+    for p in parameters.values():  # written in a way that no version counter of torch notices
         optimizer.state[p]["master"].numpy()[...] *= 2
     for was, now in zip(after, step(), strict=True):
         assert torch.equal(now, 2 * was)
@@ -216,7 +217,7 @@ def test_masters_that_others_write(mesh: hsdp.Mesh) -> None:
 
 @pytest.mark.parametrize("call", ["step", "whole_parameters"])
 def test_masters_and_parameters_written_at_once(mesh: hsdp.Mesh, call: str) -> None:
-    """By ways that leave open which elements count."""
+    """Written in ways that do not show which elements count."""
     model = make_model(torch.bfloat16)
     reducer, optimizer = sharded(mesh, model, lr=0.0, weight_decay=0.0)
 
@@ -227,10 +228,10 @@ def test_masters_and_parameters_written_at_once(mesh: hsdp.Mesh, call: str) -> N
 
     run_step(reducer, model, 0, 0)
     optimizer.step()
-    write(model.gain)  # the same: nothing is open
+    write(model.gain)  # the same values: nothing is ambiguous
     optimizer.step()
     assert model.gain.item() == optimizer.state[model.gain]["master"].item() == 2.5
-    model[2].weight.data[0, :17] = torch.nan  # rounded to other bits by torch
+    model[2].weight.data[0, :17] = torch.nan  # torch rounds it to other bits
     run_step(reducer, model, 0, 0)
     optimizer.step()
     for parameter in (model[2].bias, model.gain):
@@ -251,7 +252,7 @@ def test_masters_and_parameters_written_at_once(mesh: hsdp.Mesh, call: str) -> N
 
 @on_mesh(1, 2)
 def test_weights_that_others_write(mesh: hsdp.Mesh) -> None:
-    """Weights that change behind the optimizer's back, whole or in other memory."""
+    """Weights that change without the optimizer's knowledge, as a whole or in other memory."""
     model, alone = make_model(), make_model()
     reducer, optimizer = sharded(mesh, model, lr=1e-2)
     reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
@@ -291,7 +292,7 @@ def test_weights_that_others_write(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(1, 2)
 def test_checkpoints(mesh: hsdp.Mesh, tmp_path: str) -> None:
-    """Continued to the bit: on the same mesh, and in the unsharded optimizer."""
+    """Resumed to the bit, on the same mesh and in the unsharded optimizer."""
     path = pathlib.Path(tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
         model = make_model(dtype)
@@ -349,7 +350,7 @@ def local(value: torch.Tensor) -> torch.Tensor:
 
 @on_mesh(1, 2)
 def test_an_overflow_skips_the_step(mesh: hsdp.Mesh) -> None:
-    """A step in which a rank meets infinity changes nothing on any rank."""
+    """A step in which some rank meets infinity changes nothing on any rank."""
     model = make_model()
     reducer, optimizer = sharded(mesh, model, lr=1e-2, max_grad_norm=1e3)
     calls = []
@@ -371,7 +372,7 @@ def test_an_overflow_skips_the_step(mesh: hsdp.Mesh) -> None:
 
 
 class OnAGpu(torch.Tensor):
-    """Whoever asks for its value waits for the device."""
+    """Reading its value waits for the device."""
 
     in_step = False
 
@@ -389,8 +390,8 @@ class OnAGpu(torch.Tensor):
 def test_offloaded_states_have_the_same_bits(
     mesh: hsdp.Mesh, dtype: str, fused: bool, layout: str
 ) -> None:
-    """Masters and states in other memory, as beside a GPU: the same bits as without. With `fused`
-    the update skips by itself, too."""
+    """Masters and states in other memory, as beside a GPU: the same bits as without. With `fused` the update
+    skips by itself, too."""
     runs = []
     for offloads in (False, True):
         model = make_model(getattr(torch, dtype))
@@ -491,7 +492,7 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     assert "got Muon, which raised ValueError" in make(torch.optim.Muon)
     assert "got LBFGS, which raised TypeError" in make(torch.optim.LBFGS)
     assert "a class of torch optimizers" in make(nn.Linear)
-    with pytest.raises(TypeError, match="unknown"):  # as the class says it
+    with pytest.raises(TypeError, match="unknown"):  # as the class itself says
         ShardedOptimizer(torch.optim.AdamW, model, reducer, unknown=3)
     assert "stage 1, 2 or 3, got 4" in make(stage=4)
     assert "max_grad_norm above 0" in make(max_grad_norm=0.0)
@@ -530,7 +531,7 @@ def test_what_is_refused(mesh: hsdp.Mesh) -> None:
     optimizer.close()
     assert "got a closed one" in message_of(optimizer.step)
     again = ShardedOptimizer(torch.optim.AdamW, model, reducer)
-    assert "those of the step before" in message_of(again.step)  # which the first one took
+    assert "those of the step before" in message_of(again.step)  # the first call has taken them
 
 
 @on_mesh(1, 2)
@@ -557,7 +558,7 @@ def test_whole_parameters(mesh: hsdp.Mesh) -> None:
 
 
 class Broken(torch.optim.SGD):
-    """Cannot be made of more than one parameter."""
+    """Cannot be made for more than one parameter."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -566,7 +567,7 @@ class Broken(torch.optim.SGD):
 
 
 def run_refusals() -> list[str]:
-    """A rank that cannot make its optimizer; then all of them can."""
+    """One rank cannot make its optimizer; afterwards all ranks can."""
     found = []
     with hsdp.init_mesh(1, 2) as mesh:
         model = make_model()
@@ -598,12 +599,12 @@ def test_a_rank_that_cannot_make_it_is_named_to_the_others(ranks: Launcher) -> N
 
 @on_mesh(1, 2)
 def test_ranks_with_other_settings_do_not_step(mesh: hsdp.Mesh) -> None:
-    """A rank's own learning rate, as of a schedule that follows its own loss."""
+    """A rank with its own learning rate, as when a schedule follows the local loss."""
     model = make_model()
     reducer, optimizer = sharded(mesh, model, lr=0.5, weight_decay=0.0)
     run_step(reducer, model, 0, mesh.rank)
     optimizer.step()
-    if mesh.rank == 1:  # the same values of another type, and what is no setting
+    if mesh.rank == 1:  # the same values as another type, and an entry that is not a setting
         group = optimizer.param_groups[0]
         group.update(betas=list(group["betas"]), weight_decay=0, lr=torch.tensor([0.5]), note="mine")
     run_step(reducer, model, 0, mesh.rank)
@@ -646,7 +647,7 @@ class Counting(torch.optim.SGD):
 
 @on_mesh(1, 2)
 def test_states_of_every_kind(mesh: hsdp.Mesh) -> None:
-    """States that depend on groups, live in groups, are there without others, are cleared."""
+    """States that depend on groups, are kept in groups, exist without others, or are cleared."""
     def groups(m: nn.Module) -> list[dict[str, Any]]:
         p = list(m.parameters())
         return [{"params": p[:2], "momentum": 0.9}, {"params": p[2:]}]
@@ -656,7 +657,7 @@ def test_states_of_every_kind(mesh: hsdp.Mesh) -> None:
     optimizer = ShardedOptimizer(torch.optim.SGD, groups(model), reducer, lr=0.1)
     reference = torch.optim.SGD(groups(alone), lr=0.1)
     for p in model.parameters():
-        assert not optimizer.state[p].get("momentum_buffer")  # fills a defaultdict
+        assert not optimizer.state[p].get("momentum_buffer")  # reading fills a defaultdict
     for seed in range(3):
         step_both(reducer, model, optimizer, seed, alone, reference)
         require_equal(model, alone)
@@ -706,7 +707,7 @@ def test_memory_that_is_swapped(mesh: hsdp.Mesh) -> None:
         average = torch.full_like(model.weight.data, 0.5)
         kept = model.weight.data
         backup = kept.clone()
-        model.weight.data = average  # and back below: what others hold stays as it is
+        model.weight.data = average  # and back below: references to the old memory stay valid
         alone.weight.data.copy_(average)
         step(1)
         assert torch.equal(kept, backup)
@@ -715,7 +716,7 @@ def test_memory_that_is_swapped(mesh: hsdp.Mesh) -> None:
         step(2)
         model.weight.data = model.weight.data.t()  # the same memory
         alone.weight.data.copy_(model.weight.data)
-        if dtype is torch.bfloat16:  # equal elements keep their masters' further bits
+        if dtype is torch.bfloat16:  # where elements are equal the masters keep their extra bits
             with optimizer.whole_parameters() as whole:
                 alone.weight.data.copy_(whole["weight"])
         step(3)

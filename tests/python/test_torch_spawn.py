@@ -1,4 +1,4 @@
-"""torch.distributed knows who the ranks are, and the launcher's variables do not say it in full."""
+"""torch.distributed knows the ranks, and the launcher's variables describe them incompletely."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hsdp.torch.launch import distributed_launch, store_rendezvous
 ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "HSDP_JOB", "HSDP_ADDR", "HSDP_PORT",
             "HSDP_SECRET", "HSDP_TRUST_STORE")
-# What Lightning's launcher sets beside the address.
+# The variables that Lightning's launcher sets beside the address.
 LIGHTNING = {"WORLD_SIZE": "{size}", "LOCAL_RANK": "{rank}", "NODE_RANK": "0"}
 NO_LOCAL_SIZE = {"RANK": "{rank}", "WORLD_SIZE": "{size}"}
 WHOLE = {**NO_LOCAL_SIZE, "LOCAL_RANK": "{rank}", "LOCAL_WORLD_SIZE": "{size}"}
@@ -38,7 +38,7 @@ def rank_of(
 
 
 def forget_the_launcher() -> int:
-    """The rank that it gave."""
+    """The rank that torch.distributed gave."""
     rank = int(os.environ["RANK"])
     for name in LAUNCHED:
         os.environ.pop(name, None)
@@ -58,7 +58,7 @@ def forked_by_name(size: int, name: str, method: str, *arguments: Any) -> None:
 
 
 def on_ranks_of_torch(size: int) -> Callable[[Callable[[int, int], None]], Callable[..., None]]:
-    """Makes a function a test that runs on ranks which know each other by a file."""
+    """Turns a function into a test on ranks that find each other through a file."""
 
     def decorate(function: Callable[[int, int], None]) -> Callable[..., None]:
         def test(tmp_path: str) -> None:
@@ -71,7 +71,7 @@ def on_ranks_of_torch(size: int) -> Callable[[Callable[[int, int], None]], Calla
 
 
 class Spawn:
-    """Starts functions on ranks as mp.spawn does, only that the processes are forks."""
+    """Starts functions on ranks as mp.spawn does, but in forks."""
 
     def __init__(self, ranks: Launcher) -> None:
         self.ranks = ranks
@@ -98,7 +98,8 @@ def store(tmp_path: pathlib.Path) -> str:
 
 
 def check_sum(mesh: hsdp.Mesh) -> None:
-    """Integer gradients, two microbatches: sum over microbatches and ranks, by the rank count."""
+    """Integer gradients, two microbatches: the sum over microbatches and ranks, divided by the number of
+    ranks."""
     torch.manual_seed(0)  # the same weights on every rank
     model = torch.nn.Linear(3, 5, bias=False)
     with hsdp.Reducer(mesh) as reducer:
@@ -242,7 +243,7 @@ def new_groups(rank: int, size: int, folder: str) -> None:
     with hsdp.init_mesh(shard=2) as mesh:
         check_sum(mesh)
     dist.destroy_process_group()
-    # One store for two groups, in which the ranks change places.
+    # One store for two groups, in which the ranks are in a different order.
     keeper = dist.FileStore(f"{folder}/kept", 2)
     for place in (1 - rank, rank):
         dist.init_process_group(

@@ -1,4 +1,4 @@
-"""Stage 3: units that are gathered for their passes and released after, and the bits of stage 2."""
+"""Stage 3: units that are gathered for their passes and released afterwards, with the bits of stage 2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS = 4
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward network, before which values are normed."""
+    """Attention and a feed-forward network, each after a norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between an embedding and a head that are tied."""
+    """Blocks between an embedding and a head that share a weight."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, width: int = 12, depth: int = 3) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 17, bias=False)
         self.head.weight = self.embed.weight
-        self.recompute: bool | None = None  # reentrantly or not
+        self.recompute: bool | None = None  # reentrantly or not; None: not at all
         self.to(dtype)
 
     def forward(self, tokens: Any) -> Any:
         x = self.embed(tokens)
-        if self.recompute and not x.requires_grad:  # as reentrant checkpoints need it
+        if self.recompute and not x.requires_grad:  # reentrant checkpoints need that
             x.requires_grad_()
         for block in self.blocks:
             if self.recompute is None:
@@ -78,7 +78,8 @@ def released(model: nn.Module) -> list[str]:
 
 
 def trained(mesh: hsdp.Mesh, model: nn.Module, passes: int = 1, **options: Any) -> dict[str, Any]:
-    """What steps make of it: parameters, and masters and states as one process would have them."""
+    """What some steps make of the model: parameters, and masters and states as one process would have
+    them."""
     with attached_to(model, mesh, bucket_bytes=512) as reducer:
         options = {"lr": 0.01, "persistence_threshold": 0, **options}
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
@@ -141,11 +142,11 @@ def test_with_options_it_has_too(ranks: Launcher, options: dict[str, Any]) -> No
     ranks(2, compare_with_stage_2, (1, 2), "bfloat16", options)
 
 
-# Ways to train a model, of which the bits are compared: what a backward pass meets.
+# Ways to train a model whose bits are compared: what a backward pass may meet.
 
 
 class Adapter(nn.Module):
-    """LoRA: a frozen layer, and a product of small trained ones beside it."""
+    """LoRA: a frozen layer, and beside it a product of two small trained ones."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -166,7 +167,7 @@ def adapted(model: Model) -> Model:
 
 
 class TwiceUsed(Model):
-    """Goes through its blocks twice."""
+    """Runs its blocks twice."""
 
     def forward(self, tokens: Any) -> Any:
         x = self.embed(tokens)
@@ -176,7 +177,7 @@ class TwiceUsed(Model):
 
 
 class Chosen(Model):
-    """Which blocks it goes through depends on the rank and on the values."""
+    """The rank and the values decide which blocks run."""
 
     def forward(self, tokens: Any) -> Any:
         x = self.embed(tokens)
@@ -187,7 +188,7 @@ class Chosen(Model):
 
 
 class Wrapped(Model):
-    """Hands hidden values on in objects that torch looks into, and in some that it does not."""
+    """Passes hidden values on in objects that torch looks into, and in some that it does not."""
 
     class Opaque:
         def __init__(self, value: Any) -> None:
@@ -216,7 +217,7 @@ class Wrapped(Model):
 
 
 class Forces(Model):
-    """Computes a gradient within its forward pass, and goes on."""
+    """Computes a gradient within its forward pass, and continues."""
 
     def forward(self, tokens: Any) -> Any:
         x = y = self.embed(tokens).detach().requires_grad_()
@@ -244,8 +245,8 @@ class Recursive(Model):
 
 
 class Habits(Model):
-    """What layers do with their arguments and results: a list that they append to, a tensor that comes
-    twice, one that they ignore, a view of a parameter, and a result that the caller writes to in place.
+    """What layers do with arguments and results: a list that they append to, a tensor returned twice, one
+    that they ignore, a view of a parameter, and a result that the caller writes to in place.
     """
 
     class Layer(nn.Module):
@@ -300,7 +301,7 @@ def with_evaluation(model: Any, tokens: Any) -> None:
     with torch.inference_mode():
         for length in range(1, 4):
             model(tokens[:, :length])
-    loss_of(model, tokens)  # recorded, and dropped
+    loss_of(model, tokens)  # recorded and dropped
     model.train()
     once(model, tokens)
 
@@ -367,7 +368,7 @@ MODELS: dict[str, Any] = {
     "recursive": Recursive,
     "habits": Habits,
 }
-# What does not go together in torch either.
+# Combinations that torch does not support either.
 LEFT_OUT = {
     "habits": ("penalty", "reentrant", "recomputing"),
     "wrapped": ("penalty", "reentrant", "recomputing"),
@@ -420,14 +421,14 @@ WAYS = (RESHARDS[0], {**RESHARDS[1], **RESHARDS[2]})
 @pytest.mark.parametrize("name", MODELS)
 @on_mesh(1, 2)
 def test_whatever_a_pass_meets(mesh: hsdp.Mesh, name: str) -> None:
-    """The plain model whenever units are released; others in turn."""
+    """The plain model with every kind of release; other models with one kind each, in turn."""
     for number, (run_name, run) in enumerate(PASSES.items()):
         if run_name not in LEFT_OUT.get(name, ()):
             compare_passes(mesh, name, run_name, run, WAYS if name == "plain" else WAYS[number % 2 :][:1])
 
 
 def messages_of_steps(mesh: hsdp.Mesh, depth: int, **reshards: bool) -> list[int]:
-    """Over the control connection, in each step of two microbatches; rank 1 skips a block in step 4."""
+    """Messages on the control connection in each step of two microbatches; rank 1 skips a block in step 4."""
     model = Model(depth=depth)
     with attached_to(model, mesh, missing="zero") as reducer:
         optimizer = ShardedOptimizer(
@@ -451,7 +452,7 @@ def messages_of_steps(mesh: hsdp.Mesh, depth: int, **reshards: bool) -> list[int
 @pytest.mark.parametrize("reshards", RESHARDS, ids=lambda reshards: "-".join(map(str, reshards.items())))
 @on_mesh(1, 3)
 def test_gathers_ask_nobody_from_the_third_step_on(mesh: hsdp.Mesh, reshards: dict[str, bool]) -> None:
-    """A rank that skips half of the model has them ask once more."""
+    """If one rank skips half of the model, the ranks ask once more."""
     few, many = (messages_of_steps(mesh, depth, **reshards) for depth in (4, 12))
     print(few, many)
     assert min(few[2:4]) == max(few[2:4] + few[6:])
@@ -461,14 +462,14 @@ def test_gathers_ask_nobody_from_the_third_step_on(mesh: hsdp.Mesh, reshards: di
 
 @on_mesh(1, 2)
 def test_whatever_model_is_compiled(mesh: hsdp.Mesh) -> None:
-    """In one job: a rank's first compilation takes seconds."""
+    """In one job, as a rank's first compilation takes seconds."""
     for name in MODELS:
         if "compiled" not in LEFT_OUT.get(name, ()):
             compare_passes(mesh, name, "compiled", compiled, WAYS if name == "plain" else WAYS[1:])
 
 
 class Field(nn.Module):
-    """Of a point."""
+    """A function of a point."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,7 +487,7 @@ def dual(field: Any, x: Any) -> Any:
         return forward_ad.unpack_dual(field(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
 
 
-# By the point, as losses of physics have them; the backward pass differentiates them once more.
+# With respect to the point, as in losses of physics; the backward pass differentiates once more.
 DERIVATIVES: dict[str, Any] = {
     "grad": lambda field, x: func.grad(field)(x[0]),
     "grad mapped": lambda field, x: func.vmap(func.grad(field))(x),

@@ -71,7 +71,7 @@ class Run:
         )
 
     def step(self, number: int) -> None:
-        # The same gradients on every rank and mesh.
+        # The gradients are the same on every rank and mesh.
         tokens = torch.randint(0, 11, (2, 4), generator=torch.Generator().manual_seed(number))
         with self.reducer.microbatch(last=True):
             nn.functional.cross_entropy(self.model(tokens).float().flatten(0, 1),
@@ -232,7 +232,7 @@ def test_whole_state_dicts(mesh: hsdp.Mesh) -> None:
         other.model.load_state_dict(copy.deepcopy(whole))
         got = other.optimizer.full_model_state_dict(other.model)
         require_same(got, whole)
-        # Its own, through a file.
+        # Its own state, through a file.
         sliced = run.model.state_dict()
         assert isinstance(sliced["layers.0.weight"], FlatSlice)
         assert isinstance(sliced["frozen.weight"], FlatSlice)
@@ -243,7 +243,7 @@ def test_whole_state_dicts(mesh: hsdp.Mesh) -> None:
         other = Run(mesh, 3, dtype, seed=4)
         other.model.load_state_dict(torch.load(file, weights_only=True))
         require_same(other.optimizer.full_model_state_dict(other.model), whole)
-        # What does not fit.
+        # State that does not fit.
         wrong = {**whole, "layers.0.weight": torch.zeros(3, 3)}
         with pytest.raises(RuntimeError, match="size mismatch for layers.0.weight"):
             other.model.load_state_dict(wrong)

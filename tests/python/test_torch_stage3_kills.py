@@ -1,4 +1,4 @@
-"""A rank that dies while it trains at stage 3: every other rank raises within 2 s, and names it."""
+"""A rank dies while it trains at stage 3: within 2 s every other rank raises an error that names it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PHASES = ("forward", "backward", "step", "gather")
 
 
 def limit_s() -> float:
-    """2 s are promised to a job that gets its cores."""
+    """An idle machine keeps the promise of 2 s; a busy one takes longer."""
     overrun = os.getloadavg()[0] > 4 * (os.cpu_count() or 1)
     return 15.0 if overrun else 2.0
 
 
 class Death:
-    """Kills this process when it is asked for the last time."""
+    """Kills this process at the last of the calls it counts."""
 
     def __init__(self, calls: int, path: pathlib.Path) -> None:
         self.calls = calls
@@ -64,7 +64,7 @@ def place(death: Death, phase: str, model: nn.Sequential, optimizer: ShardedOpti
 
 
 class Layers(nn.ModuleList):
-    """One after the other."""
+    """One kill after the other."""
 
     def forward(self, x: Any) -> Any:
         for layer in self:

@@ -1,4 +1,4 @@
-"""A model of three times the memory that a rank may take is made, trained and read at stage 3."""
+"""A model of three times the memory that a rank may use is made, trained and read at stage 3."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ M_MMAP_THRESHOLD = -3
 
 
 class Layer(nn.Module):
-    """Adds something to what it gets."""
+    """Adds something to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ class Layer(nn.Module):
         return x + self.inner(x) / LAYERS
 
 
-# What only this process has, and its part of the segments that all ranks share. smaps know that part, but reading
-# them would cost the ranks most of their time.
+# The memory of this process alone, and its part of the segments that all ranks share. smaps would tell that
+# part, but reading it would take most of the ranks' time.
 def held_bytes() -> int:
     status = pathlib.Path("/proc/self/status").read_text()
     anonymous, shared = (int(status.partition(name)[2].split()[0]) for name in ("RssAnon:", "RssShmem:"))
@@ -42,7 +42,7 @@ def held_bytes() -> int:
 
 
 class Peak:
-    """The most that this process held in a block, beyond what it had at its beginning."""
+    """The most memory that this process held in a block, beyond what it had at the beginning."""
 
     def __enter__(self) -> Peak:
         self._before = held_bytes()
@@ -62,7 +62,7 @@ class Peak:
 
 
 def train_a_large_model() -> list[int]:
-    # By itself glibc keeps freed blocks that lie between used ones.
+    # By default glibc keeps freed blocks that lie between used ones.
     assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 256 << 10) == 1
     with torch.device("meta"):
         model = nn.Sequential(*(Layer() for _ in range(LAYERS)))

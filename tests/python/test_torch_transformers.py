@@ -1,5 +1,5 @@
-"""HsdpTrainer beside transformers' own Trainer, which wraps the model in DistributedDataParallel: the
-same losses and weights. Models are made from small configs; nothing is downloaded.
+"""HsdpTrainer compared with transformers' Trainer, which wraps the model in DistributedDataParallel: the same
+losses and weights. Models are made from small configs; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WORDS, LENGTH = 32, 8
 
 
 def make_gpt2() -> Any:
-    torch.manual_seed(own_rank())  # rank 0's weights count
+    torch.manual_seed(own_rank())  # rank 0's weights are used
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=WORDS, n_positions=LENGTH, n_embd=16, n_layer=2, n_head=2,
@@ -56,7 +56,7 @@ def make_adapted_gpt2() -> Any:
 
 
 class TwoBranches(nn.Module):
-    """A batch uses one branch or the other, and never the third; with running statistics."""
+    """A batch uses one branch or the other, and never the third. Has running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class TwoBranches(nn.Module):
 
 
 def make_data(count: int, seed: int = 3) -> list[dict[str, torch.Tensor]]:
-    """Sequences of which different numbers of tokens count."""
+    """Sequences with different numbers of counted tokens."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for i in range(count):
@@ -92,7 +92,7 @@ def make_args(folder: str, **changed: Any) -> Any:
 
 
 class OwnTrainer(transformers.Trainer):
-    """As somebody has one already."""
+    """A callback such as users have already."""
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         self.own_steps = getattr(self, "own_steps", 0) + 1
@@ -148,7 +148,7 @@ def train_both(
     folder: str = "unused",
     **changed: Any,
 ) -> tuple[dict[str, Any], Any]:
-    """How far a training by hsdp is from one by DDP; and its trainer."""
+    """How far a training with hsdp is from one with DDP; and its trainer."""
     trainers = []
     for kind, more in zip(kinds, ({}, options), strict=True):
         trainer = make_trainer(kind, f"{folder}/{kind.__name__}", make_model, more, **changed)
@@ -169,7 +169,8 @@ def train_both(
 
 
 def accumulated_and_resumed(folder: str) -> dict[str, Any]:
-    """Five batches an epoch, two a step: the third step of an epoch has one. Clipped, evaluated, saved."""
+    """Five batches an epoch, two a step, so the third step of an epoch has one. Clipped, evaluated and
+    saved."""
     changed = {
         "gradient_accumulation_steps": 2, "max_grad_norm": 0.1, "num_train_epochs": 2,
         "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 4,
@@ -188,7 +189,7 @@ def accumulated_and_resumed(folder: str) -> dict[str, Any]:
 
 
 def with_loss_scaling() -> dict[str, Any]:
-    """As on a GPU, where accelerate has a GradScaler for fp16; the first scale overflows."""
+    """As on a GPU, where accelerate has a GradScaler for fp16. The first scale overflows."""
 
     def prepare(trainer: Any) -> None:
         accelerator = trainer.accelerator
@@ -205,7 +206,7 @@ def with_loss_scaling() -> dict[str, Any]:
 
 
 def trained_twice() -> dict[str, Any]:
-    """Evaluated before, trained twice; then a Trainer of the same model has DDP as ever."""
+    """Evaluated first and trained twice. Then a Trainer of the same model uses DDP as usual."""
     ours = make_trainer(HsdpTrainer, "unused")
     ours.evaluate()
     other = make_trainer(transformers.Trainer, "unused")
@@ -235,7 +236,7 @@ class WithoutSuper(HsdpTrainer):
 
 
 def error_of(kind: Any, **changed: Any) -> str:
-    """What a training raises."""
+    """The error that a training raises."""
     trainer = None
     try:
         trainer = make_trainer(kind, "unused", **changed)
@@ -255,7 +256,8 @@ def with_own_mesh() -> dict[str, Any]:
 
 
 def accelerate_loop(with_hsdp: bool) -> tuple[dict[str, torch.Tensor], int]:
-    """A loop around an Accelerator: five batches a rank and epoch, two a step. Its weights and steps."""
+    """A loop around an Accelerator: five batches for each rank and epoch, two a step. Its weights and
+    steps."""
     torch.manual_seed(8)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model: nn.Module = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 1))
@@ -301,7 +303,7 @@ def accelerate_loops() -> list[float]:
 
 
 def begin_in(folder: str) -> None:
-    """Trainer makes its output folder even where nothing is saved."""
+    """Trainer makes its output folder even if nothing is saved."""
     transformers.logging.set_verbosity_error()
     os.makedirs(folder, exist_ok=True)
     os.chdir(folder)
@@ -316,7 +318,7 @@ def train_on_two(folder: str) -> dict[str, Any]:
         "unused parameters": train_both(TwoBranches),
         "own Trainer": train_both(kinds=(OwnTrainer, OwnHsdpTrainer), options={"shard": 1}),
     }
-    # One host shares gradients by default.
+    # Ranks of one host share gradients by default.
     stats = {name: trainer.reducer.stats() for name, (_, trainer) in found.items()}
     assert stats["whole"].reduce_scatter_count == 5 and stats["whole"].all_reduce_count == 0
     assert stats["own Trainer"].reduce_scatter_count == 0
@@ -340,7 +342,8 @@ def train_on_four(folder: str) -> dict[str, Any]:
         num_train_epochs=2, folder=folder,
     )
     stats = trainer.reducer.stats()
-    # Three batches a rank and epoch, two a step: six to the shard group, four steps to the replicas.
+    # Three batches for each rank and epoch, two a step: six sums in the shard group, four steps over the
+    # replicas.
     found["hops"] = [stats.reduce_scatter_count, stats.all_reduce_count]
     return found
 
@@ -350,7 +353,7 @@ def on_two(module_ranks: Launcher) -> list[dict[str, Any]]:
     return module_ranks(2, train_on_two, str(module_ranks.folder / "output"))
 
 
-# With two ranks and no accumulation both add the same two numbers, so bits are equal.
+# With two ranks and no accumulation both sides add the same two numbers, so the bits are equal.
 @pytest.mark.parametrize(
     "name", ["whole", "bf16, checkpointing", "LoRA", "unused parameters", "own Trainer", "scaled"]
 )

@@ -1,4 +1,4 @@
-"""layout="whole": optimizers of whole matrices, several optimizers of one Reducer, their checkpoints."""
+"""layout="whole": optimizers of whole matrices, several optimizers on one Reducer, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 4
 
 
 class OneByOne(torch.optim.Optimizer):
-    """Updates each matrix by itself."""
+    """Updates each matrix separately."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -41,7 +41,7 @@ class OneByOne(torch.optim.Optimizer):
 
 
 class Shampoo(OneByOne):
-    """A whole-matrix optimizer with states of other sides than the parameter's, and a number."""
+    """An optimizer of whole matrices. Its states have other sides than the parameter, and one is a number."""
 
     def update(self, p: Any, state: dict[str, Any], lr: float) -> None:
         if not state:
@@ -59,7 +59,7 @@ class Shampoo(OneByOne):
 
 
 class Late(OneByOne):
-    """As SOAP: lists as states, a first step that is not counted, and other states for large matrices."""
+    """Like SOAP: lists as states, an uncounted first step, and other states for large matrices."""
 
     def update(self, p: Any, state: dict[str, Any], lr: float) -> None:
         if not state:
@@ -127,7 +127,7 @@ class Model(nn.Module):
 
 
 def masters_of(model: Model) -> Model:
-    """What one process would train: fp32, of the values of the 16-bit ones."""
+    """What one process would train: fp32 copies of the 16-bit values."""
     alone = Model(torch.float32, hasattr(model, "bias"))
     for p, q in zip(alone.parameters(), model.parameters(), strict=True):
         p.data = q.detach().float().contiguous()
@@ -173,7 +173,7 @@ def test_values_are_those_of_one_process(mesh: hsdp.Mesh) -> None:
 
 
 class Run:
-    """A model in training, by one optimizer of whole matrices and maybe another for the rest."""
+    """A model in training, with one optimizer for whole matrices and perhaps another for the rest."""
 
     def __init__(
         self, mesh: hsdp.Mesh, name: str, dtype: str, layout: str = "whole", **options: Any
@@ -186,14 +186,14 @@ class Run:
         self.optimizer = ShardedOptimizer(cls, self.model, self.reducer, **{**own, **options})
 
     def step(self, seed: int, size: int) -> None:
-        """As `size` ranks together; exact, so it is the same on every mesh."""
+        """A step as `size` ranks would do it together; exact, so it is the same on every mesh."""
         with self.reducer.microbatch(last=True):
             if size == self.mesh.size:
                 assign(self.model, seed, self.mesh.rank)
             else:
                 assign_mean(self.model, seed, size)
             if seed == 1:
-                self.model.matrix0.grad = None  # no rank uses it in that step
+                self.model.matrix0.grad = None  # unused on every rank in that step
         self.optimizer.step()
 
     def values(self) -> list[Any]:
@@ -204,7 +204,7 @@ SAVED = [(name, dtype) for name in {**MATRICES, **ANY} for dtype in ("float32", 
 
 
 def run_save(folder: str) -> list[Any]:
-    """The weights after a further step, and those of a run that has loaded what is before it."""
+    """The weights after one more step, and those of a run that has loaded the state before it."""
     values = []
     with hsdp.init_mesh(2, 2) as mesh:
         start_torch(folder)
@@ -218,7 +218,7 @@ def run_save(folder: str) -> list[Any]:
             full = run.optimizer.full_state_dict()
             again = Run(mesh, name, dtype, lr=7.0)
             again.model.load_state_dict(weights)
-            again.optimizer.load_state_dict(run.optimizer.state_dict())  # this rank's own
+            again.optimizer.load_state_dict(run.optimizer.state_dict())  # this rank's state
             for each in (run, again):
                 each.step(3, 4)
                 values.append(each.values())
@@ -266,7 +266,7 @@ def test_every_mesh_loads_what_another_saved(mesh: hsdp.Mesh, saved: str) -> Non
 
 @on_mesh(1, 2)
 def test_into_the_unsharded_optimizer_and_back(mesh: hsdp.Mesh) -> None:
-    """One process's optimizer goes on from what ranks saved, and they from what it has."""
+    """One process's optimizer resumes from what ranks saved, and ranks from what it saved."""
     for name in {**MATRICES, **ANY}:
         run = Run(mesh, name, "float32")
         cls, options = {**MATRICES, **ANY}[name]
@@ -290,7 +290,7 @@ def test_into_the_unsharded_optimizer_and_back(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(1, 2)
 def test_parameters_that_were_never_used(mesh: hsdp.Mesh, tmp_path: str) -> None:
-    """Of some optimizers a parameter that no step has used has a state, of others none."""
+    """Some optimizers have a state for a parameter that no step has used, others have none."""
     start_torch(tmp_path)
     for name, dtype in SAVED:
         run = Run(mesh, name, dtype)
@@ -331,7 +331,7 @@ def test_states_that_cannot_be_gathered(mesh: hsdp.Mesh) -> None:
     wanted = "lists of them, got 'odd' of '0', an object of type object"
     with pytest.raises(hsdp.UsageError, match=wanted):
         optimizer.full_state_dict()
-    step_of(reducer, model, 1)  # all go on
+    step_of(reducer, model, 1)  # all ranks continue
     optimizer.step()
 
 
@@ -346,7 +346,7 @@ def split(model: Model) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 def test_two_optimizers_of_one_reducer(mesh: hsdp.Mesh, layout: Any, scales: bool) -> None:
     """Muon for matrices, AdamW for the rest."""
     model, alone = Model(torch.float32, True), Model(torch.float32, True)
-    if layout == "flat":  # of slices: both elementwise
+    if layout == "flat":  # of slices: both are elementwise
         classes = [(torch.optim.SGD, {"lr": 0.1}), (torch.optim.AdamW, {"lr": 0.01})]
     else:
         classes = [(torch.optim.Muon, {"lr": 0.02}), (torch.optim.AdamW, {"lr": 0.01})]

@@ -1,4 +1,4 @@
-"""Windows of several backward passes over attached models, and what is refused in them."""
+"""Windows of several backward passes over attached models, and what they refuse."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def attached(mesh: hsdp.Mesh) -> tuple[hsdp.Reducer, nn.Module]:
 
 
 def make_model() -> nn.Sequential:
-    """With whole numbers, as all that is fed to it: sums of its gradients are exact."""
+    """Of whole numbers, like all its inputs, so that sums of its gradients are exact."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 4))
     for p in model.parameters():
@@ -62,8 +62,8 @@ def taken(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @on_meshes((2, 2), (1, 2), (2, 1))
 def test_every_way(mesh: hsdp.Mesh) -> None:
-    """All that DeepSpeed's coalesce_grad_reduction has, and stage 0 on a mesh without shards: the
-    gradient of one big batch to the bit, and the same collectives however many passes."""
+    """Everything that DeepSpeed's coalesce_grad_reduction supports, and stage 0 on a mesh without shards: the
+    gradient of one big batch to the bit, and the same collectives for any number of passes."""
     counted: dict[int, list[list[int]]] = {1: [], 2: [], 3: []}
     for (stage, accumulate, overlaps), count in itertools.product(WAYS, (1, 3)):
         model = make_model()
@@ -71,9 +71,9 @@ def test_every_way(mesh: hsdp.Mesh) -> None:
         reducer.set_partial_sync("none" if stage == 1 else "shard")
         reducer.attach(model)
         messages = []
-        for step in range(2):  # nothing of the first is in the second
-            # Two windows a step, a plain microbatch between them.
-            first, second = count, count + mesh.rank % 2  # ranks differ
+        for step in range(2):  # nothing of the first may be in the second
+            # Two windows a step, with a plain microbatch between them.
+            first, second = count, count + mesh.rank % 2  # ranks have different numbers
             seeds = [100 * step + 10 * mesh.rank + i for i in range(first + 1 + second)]
             ahead = iter(seeds)
             with coalesce_grad_reduction(
@@ -96,7 +96,7 @@ def test_every_way(mesh: hsdp.Mesh) -> None:
                 for i in range(2 * count + 1 + rank % 2)
             ]
             require_same(taken(model), big_batch(of_all, mesh.size))
-            mesh.world.all_reduce(0.0, op="max")  # one message, behind all that were sent
+            mesh.world.all_reduce(0.0, op="max")  # one message, after all that were sent
             messages.append(reducer.stats().control_message_count)
         stats = reducer.stats()
         counted[stage].append(
@@ -110,8 +110,8 @@ def test_every_way(mesh: hsdp.Mesh) -> None:
         scatters, reduces, sent, _, _ = counted[stage][0]
         assert scatters == (2 * reductions * buckets if mesh.shard_size > 1 else 0)
         assert reduces == (2 * buckets if mesh.replicate_size > 1 else 0)
-        # A word each time something is sent, the bit for found_inf, and the maximum above; rank 0
-        # answers all others.
+        # A word whenever something is sent, the bit for found_inf, and the maximum above; rank 0 answers all
+        # other ranks.
         assert sent == (reductions + 2) * (mesh.size - 1 if mesh.rank == 0 else 1)
     assert counted[2][0] == counted[3][0]
 
@@ -159,7 +159,7 @@ def test_keep_grads_has_the_windows_sum(mesh: hsdp.Mesh) -> None:
 
 
 def test_gradients_without_a_backward_pass(attached: tuple[hsdp.Reducer, nn.Module]) -> None:
-    """Those that somebody assigns are taken at the end of each microbatch."""
+    """Gradients that a user assigns are taken at the end of each microbatch."""
     reducer, model = attached
     with coalesce_grad_reduction(reducer):
         for seed in (1, 2):
@@ -244,7 +244,7 @@ def test_what_is_refused(attached: tuple[hsdp.Reducer, nn.Module], mesh: hsdp.Me
 
 @on_mesh(1, 2)
 def test_a_window_hears_of_an_earlier_drop(mesh: hsdp.Mesh) -> None:
-    """A step whose drop a rank hears of in its next window."""
+    """A step whose drop a rank learns of in its next window."""
     model = make_model()
     reducer = attached_to(model, mesh)
     for accumulate in ("buffer", "grad"):
@@ -294,7 +294,7 @@ def test_an_optimizer_may_run_the_window_in_its_closure(
 
 @on_mesh(2, 2)
 def test_an_exception_drops_the_step_on_all_ranks(mesh: hsdp.Mesh) -> None:
-    """One rank's block raises: the others hear of it, and all go on."""
+    """One rank's block raises: the other ranks are told, and all continue."""
     models = [make_model(), make_model()]
     reducers = [hsdp.Reducer(mesh, bucket_bytes=64), hsdp.Reducer(mesh)]
     for reducer, model in zip(reducers, models, strict=True):
@@ -314,7 +314,7 @@ def test_an_exception_drops_the_step_on_all_ranks(mesh: hsdp.Mesh) -> None:
             assert mesh.rank == which
         except hsdp.StepAbortedError as error:
             assert mesh.rank != which and error.ranks == (which,) and "a bad batch" in str(error)
-        for reducer in reducers:  # what was not heard yet
+        for reducer in reducers:  # what was not thrown yet
             with pytest.raises((hsdp.StepAbortedError, hsdp.UsageError)):
                 reducer.grad_norm()
         assert all(p.grad is None for model in models for p in model.parameters())
@@ -329,13 +329,13 @@ def test_an_exception_drops_the_step_on_all_ranks(mesh: hsdp.Mesh) -> None:
 
 
 def test_sums_in_the_gradients_dtype(mesh: hsdp.Mesh) -> None:
-    """Of gradients that are handed over."""
+    """Sums of gradients that are handed over."""
     reducer = registered(mesh, "w", (5,), "f16")
-    for accumulate_dtype, want in (("f32", 2052.0), ("param", 2048.0)):  # 2048 + 1 is 2048 in f16, each time
+    for accumulate_dtype, want in (("f32", 2052.0), ("param", 2048.0)):  # in f16 2048 + 1 is 2048, each time
         with coalesce_grad_reduction(reducer, accumulate_dtype=accumulate_dtype):
             reducer.gradient_ready("w", np.full(5, 2048, np.float16))
             for _ in range(4):
                 gradient = np.ones(5, np.float16)
                 add_gradient(reducer, "w", gradient)
-                gradient[:] = np.nan  # it is in the sum
+                gradient[:] = np.nan  # its sum has it already
         assert reducer.shard("w").numpy().tolist() == [want] * 5

@@ -1,4 +1,5 @@
-"""ShardedOptimizer and torch.distributed.checkpoint: any mesh to any other, and to torch's own."""
+"""ShardedOptimizer with torch.distributed.checkpoint: from any mesh to any other, and to torch's
+optimizers."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def test_ranks_without_a_process_group_do_not_overwrite_each_other() -> None:
 
 
 class Model(nn.Module):
-    """With a frozen parameter, one that is never used, a scalar, one of two strides, an empty one."""
+    """With a frozen parameter, an unused one, a scalar, one of two strides, and an empty one."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -126,7 +127,7 @@ class Run:
         self.optimizer = ShardedOptimizer(cls, groups(self.model), self.reducer, lr=lr, **options)
 
     def step(self, seed: int, size: int) -> None:
-        """As `size` ranks together; exact, so it is the same on every mesh."""
+        """A step as `size` ranks would do it together; exact, so it is the same on every mesh."""
         with self.reducer.microbatch(last=True):
             if size == self.mesh.size:
                 assign(self.model, seed, self.mesh.rank, UNUSED)
@@ -175,7 +176,7 @@ def run_save(folder: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def saved(module_ranks: Launcher) -> tuple[str, list[str]]:
-    """The folder of what a mesh of 2 x 2 saved, and hashes of what it made of it."""
+    """The folder that a 2 x 2 mesh saved, and hashes of what that mesh made of it."""
     folder = str(module_ranks.folder)
     hashes = module_ranks(4, run_save, folder)
     assert hashes == [hashes[0]] * 4
@@ -199,7 +200,7 @@ def test_every_mesh_continues_to_the_bit(mesh: hsdp.Mesh, saved: tuple[str, list
 
 
 def run_plain(folder: str) -> None:
-    """In torch's own AdamW, one step further, and back."""
+    """Into torch's AdamW, one step further, and back."""
     model = Model(torch.float32)
     optimizer = torch.optim.AdamW(groups(model), lr=0.5)
     weights, state = get_state_dict(model, optimizer)
@@ -241,7 +242,7 @@ def test_into_the_unsharded_optimizer_and_back(
 
 @on_mesh(1, 2)
 def test_load_targets_are_local_and_forgotten(mesh: hsdp.Mesh) -> None:
-    """Asked for by one rank alone, load targets change nothing of the training after them."""
+    """If one rank alone asks for load targets, the training afterwards is unchanged."""
     for name, dtype in (("AdamW", "float32"), ("AdamW", "bfloat16"), ("NAdam", "float32"),
                         ("Adagrad", "bfloat16"), ("ASGD", "float32")):
         hashes = []
@@ -267,7 +268,7 @@ def test_load_targets_are_local_and_forgotten(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(1, 2)
 def test_a_checkpoint_of_the_start(mesh: hsdp.Mesh, tmp_path: str) -> None:
-    """Saved before it began, a training begins as any other."""
+    """A training saved before its first step begins like any other."""
     start_torch(tmp_path)
     for name, dtype in (("AdamW", "float32"), ("AdamW", "bfloat16"), ("NAdam", "float32"),
                         ("ASGD", "float32")):
@@ -290,7 +291,7 @@ def test_a_checkpoint_of_the_start(mesh: hsdp.Mesh, tmp_path: str) -> None:
 
 @on_mesh(1, 2)
 def test_flattened_async_and_whole(mesh: hsdp.Mesh, tmp_path: str) -> None:
-    """Flattened, saved behind the training's back, and as a whole."""
+    """Flattened, saved without the training's knowledge, and as a whole."""
     start_torch(tmp_path)
     for dtype in DTYPES:
         run = Run(mesh, dtype, lr=0.01)
@@ -309,7 +310,7 @@ def test_flattened_async_and_whole(mesh: hsdp.Mesh, tmp_path: str) -> None:
         for group in whole["param_groups"]:
             group["params"] = [names[i] for i in group["params"]]
         weights = copy.deepcopy(run.model.state_dict())
-        run.step(STEPS, 2)  # while it saves
+        run.step(STEPS, 2)  # while the save is under way
         wanted = hash_of(run.model.values())
         saving.result()
         run.reducer.close()
@@ -349,7 +350,7 @@ def test_flattened_async_and_whole(mesh: hsdp.Mesh, tmp_path: str) -> None:
 
 @on_mesh(1, 2)
 def test_checkpoints_that_do_not_fit(mesh: hsdp.Mesh, tmp_path: str) -> None:
-    """What does not fit is refused, and the training goes on as if nothing had been."""
+    """A state that does not fit is refused, and the training continues as if nothing had happened."""
     start_torch(tmp_path)
     run = Run(mesh, "bfloat16", lr=0.01)
     run.step(0, 2)
@@ -368,7 +369,7 @@ def test_checkpoints_that_do_not_fit(mesh: hsdp.Mesh, tmp_path: str) -> None:
     run = Run(mesh, "bfloat16", lr=0.01)
     for name, text in (("lacks", "optim.state.first.bias.exp_avg_sq"),
                        ("truncated", "CheckpointException")):
-        with pytest.raises(BaseException) as error:  # its CheckpointException is no Exception
+        with pytest.raises(BaseException) as error:  # its CheckpointException is not an Exception
             state = get_optimizer_state_dict(run.model, run.optimizer)
             dcp.load({"optim": state}, checkpoint_id=f"{tmp_path}/{name}")
         assert text in f"{type(error.value).__name__} {error.value}"
@@ -384,7 +385,7 @@ def test_checkpoints_that_do_not_fit(mesh: hsdp.Mesh, tmp_path: str) -> None:
 
 
 class Late(torch.optim.SGD):
-    """Has a state that comes late."""
+    """Has a state that appears late."""
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
@@ -397,14 +398,14 @@ class Late(torch.optim.SGD):
 
 @on_mesh(1, 2)
 def test_habits(mesh: hsdp.Mesh, tmp_path: str) -> None:
-    """What people do between steps, and must not lose anything by."""
+    """What people do between steps, none of which may lose anything."""
     start_torch(tmp_path)
     run = Run(mesh, "bfloat16", lr=0.01)
     fresh = run.optimizer.state_dict()
     for seed in range(2):
         run.step(seed, 2)
 
-    # Others' weights for a while: neither reading nor saving takes them for new ones.
+    # Other weights for a while: neither reading nor saving takes them for new ones.
     own = [run.optimizer.master(p).clone() for p in run.optimizer._parameters]
     weights = copy.deepcopy(run.model.state_dict())
     run.model.load_state_dict({k: v * 2 for k, v in weights.items()})
@@ -417,7 +418,7 @@ def test_habits(mesh: hsdp.Mesh, tmp_path: str) -> None:
     for p, master in zip(run.optimizer._parameters, own, strict=True):
         assert torch.equal(run.optimizer.master(p), master)
 
-    # A load that fails leaves a training as it was.
+    # A failed load leaves a training unchanged.
     dcp.save({"optim": get_optimizer_state_dict(run.model, run.optimizer)},
              checkpoint_id=f"{tmp_path}/live")
     dist.barrier()
@@ -433,7 +434,7 @@ def test_habits(mesh: hsdp.Mesh, tmp_path: str) -> None:
                  checkpoint_id=f"{tmp_path}/live")
     assert hash_of([v for s in run.optimizer.state.values() for v in s.values()]) == before
 
-    # What lacks something, or is of something else.
+    # States that lack something or belong to something else.
     full = run.optimizer.full_state_dict()
     for key, text in (("step", "'step'] of 'second.weight', as of"),
                       ("master", "'master', 'step'] of 'second.weight'")):
@@ -449,11 +450,11 @@ def test_habits(mesh: hsdp.Mesh, tmp_path: str) -> None:
     run.step(4, 2)
     for p, state in run.optimizer.state.items():
         assert float(state["step"]) == (0.0 if p is run.model.unused else 1.0)
-    run.optimizer.load_state_dict(fresh)  # all over again
+    run.optimizer.load_state_dict(fresh)  # starts over
     assert not run.optimizer.state
     if mesh.rank == 0:
         assert get_optimizer_state_dict(run.model, run.optimizer)["state"]
-    run.optimizer.full_state_dict()  # whoever asked for targets
+    run.optimizer.full_state_dict()  # even after targets were asked for
     if mesh.rank == 0:
         run.model.first.weight.data = run.model.first.weight.data.clone()
     run.step(5, 2)
@@ -489,7 +490,7 @@ def test_only_steps_of_zeros_make_targets(mesh: hsdp.Mesh) -> None:
     run = Run(mesh, "float32", lr=0.0)
     with pytest.raises(hsdp.UsageError, match="expected a finished step, got none"):
         run.optimizer.step()
-    run.step(0, 1)  # a warm-up's first step has a learning rate of zero
+    run.step(0, 1)  # the first step of a warm-up has a learning rate of zero
     assert float(run.optimizer.state[run.model.gain]["step"]) == 1.0
     for p in run.model.parameters():
         p.grad = torch.zeros_like(p)

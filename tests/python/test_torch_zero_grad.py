@@ -1,4 +1,4 @@
-"""zero_grad() of optimizers and modules: what it drops is dropped, or it says what would stay."""
+"""zero_grad() of optimizers and modules: it drops the gradients, or it says what would remain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
 
 
 def make_model() -> nn.Linear:
-    model = nn.Linear(3, 2)  # of whole numbers, so that steps are exact
+    model = nn.Linear(3, 2)  # whole numbers, so that steps are exact
     for p in model.parameters():
         nn.init.constant_(p, 5.0)
     return model
@@ -28,7 +28,7 @@ def backward(model: nn.Module, factor: float = 1.0) -> None:
 
 
 def stepped(model: nn.Module, by: float) -> bool:
-    """Whether SGD with a learning rate of 1 moved it by so much."""
+    """Whether SGD with a learning rate of 1 moved it by that much."""
     return all(bool((p == 5.0 - by).all()) for p in model.parameters())
 
 
@@ -56,7 +56,7 @@ def test_pending_microbatches(
     model, reducer, optimizer = attached(mesh, keep_grads)
     zero_grad = who(model, optimizer, kind)
     with reducer.microbatch(last=False):
-        zero_grad(set_to_none)  # nothing has come yet
+        zero_grad(set_to_none)  # no gradient has come yet
         backward(model)
     with pytest.raises(hsdp.UsageError, match=PENDING):
         zero_grad(set_to_none)
@@ -110,7 +110,7 @@ def test_windows_that_add_up_in_place(mesh: hsdp.Mesh) -> None:
 
 
 def test_what_is_not_concerned(mesh: hsdp.Mesh) -> None:
-    """Other models, other parts, and what somebody has put into p.grad between microbatches."""
+    """Other models, other parts, and gradients that a user puts into p.grad between microbatches."""
     model, reducer, optimizer = attached(mesh)
     other = make_model()
     with reducer.microbatch(last=False):
@@ -145,7 +145,7 @@ def test_zeroed_before_the_optimizer(
     for gathers in (False, True, True):
         with reducer.microbatch(last=True):
             backward(model)
-        zero_grad(set_to_none)  # p.grad is filled again, or the step dropped
+        zero_grad(set_to_none)  # p.grad is filled again, or the step was dropped
         if gathers:
             reducer.gather_gradients()
             optimizer.step()
@@ -160,7 +160,7 @@ def test_zeroed_before_the_optimizer(
         for call in (optimizer.step, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0)):
             with pytest.raises(hsdp.UsageError, match="'weight'.*zeroed since.*after the optimizer"):
                 call()
-        for p in model.parameters():  # what somebody puts there is theirs
+        for p in model.parameters():  # a gradient that a user puts there is the user's
             p.grad = torch.zeros_like(p)
         optimizer.step()
     assert stepped(model, steps)
@@ -180,7 +180,7 @@ def test_local_sums_that_are_missing(mesh: hsdp.Mesh) -> None:
     optimizer.step()  # there was no step yet
     with reducer.microbatch(last=True):
         backward(model[0])
-    optimizer.step()  # the second got none, as in torch
+    optimizer.step()  # the second one got no gradient, as in torch
     assert stepped(model[0], 1.0) and stepped(model[1], 0.0)
     model[0].bias.grad = None
     with pytest.raises(hsdp.UsageError, match="'0.bias'.*zeroed since"):
@@ -232,7 +232,7 @@ def test_a_sharded_optimizer(mesh: hsdp.Mesh, kind: str, set_to_none: bool) -> N
     with reducer.microbatch(last=True):
         backward(model)
 
-    def closure() -> None:  # as Lightning's
+    def closure() -> None:  # as Lightning's closure
         with reducer.microbatch(last=True):
             zero_grad(set_to_none)
             backward(model)
@@ -242,7 +242,7 @@ def test_a_sharded_optimizer(mesh: hsdp.Mesh, kind: str, set_to_none: bool) -> N
 
 
 def test_a_skipped_first_step_is_saved(mesh: hsdp.Mesh) -> None:
-    """torch makes the states that it saves by a step with zeros, and zero_grad()."""
+    """torch makes the states that it saves with a step on zeros and zero_grad()."""
     model, reducer, _ = attached(mesh)
     optimizer: Any
     for optimizer in (torch.optim.AdamW(model.parameters(), 1.0),
@@ -305,7 +305,7 @@ def test_what_is_refused_outside_of_a_reducers_calls_names_it(mesh: hsdp.Mesh) -
 
 
 class OwnZeroGrad(torch.optim.SGD):
-    """As optimizers that have a zero_grad() of their own."""
+    """As optimizers that define zero_grad() do."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for group in self.param_groups:

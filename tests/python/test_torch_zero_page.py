@@ -1,4 +1,4 @@
-"""docs/zero.md: its tables are what docs/zero_table.py measures, and its examples run."""
+"""docs/zero.md: its tables equal what docs/zero_table.py measures, and its examples run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_tables_are_up_to_date(
 
 
 def printed(run: Run, block: str, folder: pathlib.Path) -> float:
-    """The number that both ranks end with."""
+    """The number that both ranks print last."""
     (folder / "program.py").write_text(block)
     (number,) = {line.rpartition(" ")[2] for line in run(2, folder / "program.py").splitlines()}
     return float(number)
@@ -45,11 +45,11 @@ def printed(run: Run, block: str, folder: pathlib.Path) -> float:
 
 def test_the_examples(page: str, run: Run, tmp_path: pathlib.Path) -> None:
     window, optimizer, matrices, sharded, meta, over_mesh, checkpoint, gather = python_blocks(page)
-    assert printed(run, window, tmp_path) < 3  # from 4.2, the logarithm of 64
+    assert printed(run, window, tmp_path) < 3  # 4.2 at the start, the logarithm of 64
     assert printed(run, optimizer, tmp_path) > 0
     assert 1 < printed(run, matrices, tmp_path) < 2
     assert printed(run, sharded, tmp_path) == 16 * 256 + 256 + 4 * (256 * 256 + 256) + 256 + 1
-    assert -0.25 < printed(run, meta, tmp_path) < -0.24  # of 16 inputs
+    assert -0.25 < printed(run, meta, tmp_path) < -0.24  # for 16 inputs
     assert printed(run, over_mesh, tmp_path) == 16 * 64 + 64 + 64 + 1
-    for part in (checkpoint, gather):  # of a loop
+    for part in (checkpoint, gather):  # parts of a loop
         compile(part, "part", "exec")

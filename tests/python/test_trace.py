@@ -1,4 +1,4 @@
-"""`reducer.trace` and `reducer.wait_table`: what a job did, and whom it waited for."""
+"""`reducer.trace` and `reducer.wait_table`: what a job did, and which ranks it waited for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def step(reducer: hsdp.Reducer, late: int = -1) -> None:
 
 
 def traces(folder: pathlib.Path) -> list[str]:
-    """Unfinished ones, too."""
+    """Includes unfinished ones."""
     return sorted(path.name for path in folder.glob("*trace*"))
 
 
@@ -69,7 +69,7 @@ def test_only_rank_0_needs_a_path(ranks: Launcher, tmp_path: pathlib.Path) -> No
 
 
 def meets_another_call(path: str) -> str:
-    """Rank 1 makes another collective call where the others end their block."""
+    """Rank 1 makes another collective call when the other ranks end their block."""
     with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
         with pytest.raises(hsdp.MismatchError) as caught:
             with reducer.trace(path):
@@ -90,7 +90,7 @@ def test_another_call_in_place_of_the_end_is_a_mismatch(
 
 
 def raises_on_rank_1(path: str) -> str | None:
-    """Rank 1's exception is its own at once; the others hear of it at the end of their block."""
+    """Rank 1 gets its own exception at once; the others are told at the end of their block."""
     with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
         text = None
         try:
@@ -143,7 +143,7 @@ def test_a_reducer_may_be_closed_within_its_block(tmp_path: pathlib.Path) -> Non
             reducer.close()
         with pytest.raises(hsdp.UsageError, match="closed"):
             reducer.wait_table()
-    assert "shard_hop 0" not in (tmp_path / "trace.json").read_text()  # of one rank there is none
+    assert "shard_hop 0" not in (tmp_path / "trace.json").read_text()  # a rank alone has none
     assert "pack 0" in (tmp_path / "trace.json").read_text()
 
 
@@ -154,7 +154,7 @@ def waits_for_rank_2() -> Any:
         table = reducer.wait_table()
         assert table.straggler == 2
         assert all(waiting != awaited for waiting, awaited in table.seconds)
-        # Rank 3 waits in the shard group, rank 0 in the replicate group, rank 1 for a word at least.
+        # Rank 3 waits in the shard group, rank 0 in the replicate group, and rank 1 at least for a word.
         assert sum(s for (_, awaited), s in table.seconds.items() if awaited == 2) > 0.15
         assert 0 < table.clock_error_s < 0.03
         # Three steps: a shard hop in each shard group, a replica hop in each replicate group, a word.

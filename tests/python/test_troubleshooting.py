@@ -1,9 +1,9 @@
-"""docs/troubleshooting.md has the messages of the sources, all of them and no others.
+"""docs/troubleshooting.md has all messages of the sources and no others.
 
 A text of the sources is a sum of string literals, an f-string, or the parts of a C++ Message, with `…` for
-what varies. Every Message, and every other text of three words or more, has to be on the page: some code
-span has its constant parts in their order, up to the remedy. A line of a list that is one code span is an
-entry, and each of its parts, between `…` and what joins the parts of a Message, has to be in a text of the
+what varies. Every Message, and every other text of three words or more, has to be on the page: some code span
+contains its constant parts in order, up to the remedy. A line of a list that is one code span is an entry.
+Each of its parts, between `…` and the words that join the parts of a Message, has to be in a text of the
 sources.
 """
 
@@ -21,10 +21,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 VARIES = "…"
 
-# Texts that are no message, or none that a user can meet. A key is a file, a function whose arguments they
-# are, or a text.
+# Texts that are not messages, or that no user can meet. A key is a file, a function whose arguments they are,
+# or a text.
 NOT_ON_THE_PAGE = {
-    # Not an error's text.
+    # Not the text of an error.
     "bindings/hsdp/keyword_hints.py": "what to write instead, behind `got an unexpected keyword argument`",
     "bindings/hsdp/torch/private_torch.py": "what works without a part; the page has the messages",
     "hsdp/tools/check_facts.cpp": "verdicts of hsdp_check",
@@ -59,7 +59,7 @@ NOT_ON_THE_PAGE = {
     " of job ranks": "a mesh's description",
     "parameter '…' … … on the meta device": "a parameter's description",
     "set_requires_gradient_sync and set_requires_all_reduce": "a call's name",
-    # What was being done, which one entry has as `…`.
+    # What was being done; one entry has it as `…`.
     "check_cuda()": "in `device: …: cannot …: expected success`",
     "ask for an event": "as check_cuda()",
     "ask for a stream": "as check_cuda()",
@@ -67,7 +67,7 @@ NOT_ON_THE_PAGE = {
     "check()": "in `nccl: …: expected success` and `snapshot: HDF5 could not …`",
     "together()": "in `reducer: set-up: could not …`",
     "hsdp/snapshot/hdf5_structure.cpp": "in `snapshot: HDF5 could not …`",
-    # The library keeps these itself.
+    # The library itself keeps to these.
     "hsdp/row_cut.cpp": "cuts are the library's",
     "hsdp/comm/control/process_control.cpp": "sizes of its messages",
     "hsdp/comm/control/rank_control.cpp": "sizes of its messages",
@@ -92,7 +92,7 @@ class Text(NamedTuple):
 
     @property
     def head(self) -> str:
-        """Without the remedy, which an entry says in other words."""
+        """Without the remedy, which an entry states in other words."""
         return self.shown.partition("; ")[0]
 
     @property
@@ -109,7 +109,7 @@ class Text(NamedTuple):
 
 
 def parts_of(shown: str) -> list[str]:
-    """The constant parts that say something, without what joins them."""
+    """The constant parts that carry meaning, without what joins them."""
     parts = re.split("…|: expected |: |, got |; ", shown)
     return [part.strip(" '(),") for part in parts if re.search("[A-Za-z]", part)]
 
@@ -150,7 +150,7 @@ def tokens_of(source: str) -> list[Token]:
 class CppTexts:
     def __init__(self, source: str, file: str) -> None:
         self._file, self._tokens = file, tokens_of(source)
-        self._seen: set[int] = set()  # literals in texts that were found
+        self._seen: set[int] = set()  # literals in texts that have been found
 
     def __iter__(self) -> Iterator[Text]:
         calls: list[str] = []
@@ -168,11 +168,11 @@ class CppTexts:
                     yield Text(self._file, self._tokens[i].line, shown, calls[-1] if calls else "")
 
     def _mark(self, i: int) -> str:
-        """A token that is no literal; a space for others and behind the end."""
+        """A token that is not a literal; a space for others and beyond the end."""
         return " " if i >= len(self._tokens) or self._tokens[i].is_literal else self._tokens[i].text
 
     def _end(self, i: int, ends: set[str]) -> int:
-        """The next token in `ends` that is not in brackets opened since i."""
+        """The next token in `ends` that is not inside brackets opened since i."""
         depth = 0
         while i < len(self._tokens) and (depth or self._mark(i) not in ends):
             depth += (self._mark(i) in OPENING) - (self._mark(i) in CLOSING)
@@ -180,7 +180,7 @@ class CppTexts:
         return i
 
     def _sum(self, i: int) -> tuple[str, int, set[int]]:
-        """The operands from i on that are joined by +, where they end, and the literals that are shown."""
+        """The operands joined by + from i on: where they end, and the literals shown."""
         shown, literals = "", set[int]()
         while True:
             end = self._end(i, ENDS_OPERAND)
@@ -189,7 +189,7 @@ class CppTexts:
                 operand = range(i + 4, end - 1)
             if operand and all(self._tokens[k].is_literal for k in operand):
                 text = "".join(self._tokens[k].text for k in operand)
-                shown += re.sub(r"%[.\dl]*[dfs]", VARIES, text)  # of printf
+                shown += re.sub(r"%[.\dl]*[dfs]", VARIES, text)  # conversions of printf
                 literals |= set(operand)
             elif not shown.endswith(VARIES):
                 shown += VARIES
@@ -282,7 +282,7 @@ def texts() -> Iterator[Text]:
             file, kind = str(path.relative_to(ROOT)), path.suffix
             if kind in (".h", ".cpp", ".cu", ".cuh"):
                 yield from CppTexts(path.read_text(encoding="utf-8"), file)
-            elif kind == ".py" and folder == "bindings":  # others are tools of ours
+            elif kind == ".py" and folder == "bindings":  # the others are tools of the project
                 yield from PythonTexts(path.read_text(encoding="utf-8"), file).found
             elif kind == ".cmake" or path.name == "CMakeLists.txt":
                 yield from cmake_texts(path.read_text(encoding="utf-8"), file)

@@ -1,5 +1,5 @@
-"""Types: the package, its stubs and the examples under mypy --strict and pyright, and stubs against
-the module.
+"""Types: the package, its stubs and the examples under mypy --strict and pyright, and the stubs against the
+module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where mypy keeps what it knows of NumPy: for good in the build tree, else for this run."""
+    """Where mypy caches what it knows of NumPy: permanently in the build tree, otherwise for this run."""
     return os.environ.get("HSDP_MYPY_CACHE") or str(tmp_path_factory.mktemp("mypy"))
 
 
@@ -40,7 +40,7 @@ def mypy(cache: str, folder: pathlib.Path, *targets: pathlib.Path) -> list[str]:
 
 
 def pyright(folder: pathlib.Path, config: dict[str, Any]) -> list[str]:
-    """Of basedpyright, pyright as a wheel: errors as file:line, each with its text."""
+    """Runs basedpyright, pyright as a wheel. Returns errors as file:line, each with its text."""
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "basedpyright", "--outputjson", "--project", str(folder)]
     done = subprocess.run(
@@ -56,7 +56,7 @@ def pyright(folder: pathlib.Path, config: dict[str, Any]) -> list[str]:
 
 
 def pyright_settings() -> dict[str, Any]:
-    """As pyproject.toml has them, with whole paths."""
+    """The options of pyproject.toml, with absolute paths."""
     settings: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pyright"]
     return {
         key: [str(ROOT / path) for path in value] if isinstance(value, list) else value
@@ -106,7 +106,8 @@ total: float = reducer.shard("w").sum()
 
 
 def require_errors_in_wrong_alone(errors: list[str]) -> None:
-    """The package, the examples and right.py have none, and of wrong.py each line after the import."""
+    """The package, the examples and right.py have no errors; every line of wrong.py after the import has
+    one."""
     places = [error.split(":")[:2] for error in errors]
     assert {file for file, _ in places} == {"wrong.py"}, errors
     assert sorted({int(line) for _, line in places}) == list(range(2, WRONG.count("\n") + 1)), errors

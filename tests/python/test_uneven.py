@@ -1,4 +1,4 @@
-"""`hsdp.uneven`: ranks with more and fewer batches leave the loop together."""
+"""`hsdp.uneven`: ranks with more and with fewer batches leave the loop together."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def steps(reducer: hsdp.Reducer, loader: Any) -> list[list[int | None]]:
 
 
 def in_turn(name: str, cases: list[list[Any]]) -> list[Any]:
-    """What that function returns for each case; of a job that fails, the case is its last line before."""
+    """What the function returns for each case. If the job fails, the last line printed names the case."""
     found = []
     for case in cases:
         print(name, *case, flush=True)
@@ -58,7 +58,7 @@ def in_turn(name: str, cases: list[list[Any]]) -> list[Any]:
 
 
 def check_usable(reducer: hsdp.Reducer) -> None:
-    """Nothing is left of what went before."""
+    """Nothing is left of earlier cases."""
     size, rank = reducer.mesh.size, reducer.mesh.rank
     total = sum(range(1, size + 1))
     expected = [[rank + 1, total]] + ([[None, 7]] if rank else [[7, 7]])
@@ -121,7 +121,7 @@ def mean_of(reducer: hsdp.Reducer) -> float:
     return float(whole[0])
 
 
-# (6 + 4 + 2) over three batches, of one and a half ranks on average; then 8 over one.
+# (6 + 4 + 2) over three batches, on one and a half ranks on average; then 8 over one.
 def test_the_factor_counts_batches(ranks: Any) -> None:
     cases = [["ranks"], ["ranks*microbatches"]]
     assert ranks(2, in_turn, "counts_batches", cases) == [[[8.0, 8.0], [4.0, 8.0]]] * 2
@@ -145,7 +145,7 @@ def test_windows() -> None:
 
 
 class Broken:
-    """Fails at its n-th batch; at -1 when it is started."""
+    """Fails at its n-th batch; with -1, when it is started."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -316,7 +316,7 @@ def test_a_batch_that_one_rank_skips(ranks: Any) -> None:
 
 
 def several(per_batch: int) -> Any:
-    """Two Reducers, which have so many steps for each batch, and miss no gradient."""
+    """Two Reducers that need a fixed number of steps for each batch and miss no gradient."""
     with hsdp.init_mesh(2, 1) as mesh:
         both = [hsdp.Reducer(mesh, divide_by="ranks*microbatches") for _ in range(2)]
         for reducer in both:
@@ -339,7 +339,7 @@ def test_several_reducers_and_steps_for_each_batch(ranks: Any) -> None:
 
 
 def goes_on(how: str) -> Any:
-    """Rank 0 catches what ended its loop, and asks for more."""
+    """Rank 0 catches the error that ended its loop, and asks for more."""
     with reducers(2) as reducer:
         said = []
         if reducer.mesh.rank == 1:

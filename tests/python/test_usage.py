@@ -1,4 +1,4 @@
-"""Wrong use is a UsageError that says what was wrong and what to do; nobody hangs or crashes."""
+"""Misuse is a UsageError that says what was wrong and what to do. No rank hangs or crashes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_second_an_unknown_and_a_missing_gradient(reducer: hsdp.Reducer) -> No
 
 @pytest.mark.parametrize(("missing", "name", "wrong", "parts"), [
     ("error", "v", np.ones(1, F32), ["'v'"]),
-    ("zero", "w", [1.0] * 6, ["'w'", "type list"]),  # where it could pass for a hole
+    ("zero", "w", [1.0] * 6, ["'w'", "type list"]),  # where it could pass for a missing gradient
 ])
 def test_a_fault_that_was_caught_still_drops_the_step(
     mesh: hsdp.Mesh, missing: str, name: str, wrong: Any, parts: list[str]
@@ -187,7 +187,7 @@ def test_outputs_must_be_writable_and_contiguous(mesh: hsdp.Mesh) -> None:
     refused(lambda: world.allocate(-1), "count")
     refused(lambda: world.allocate(1, "f8"), "'f8'")
     refused(lambda: world.all_reduce([1.0]), "type list")
-    for number in (np.float32(1), np.int64(1)):  # NumPy would make a copy, to be summed in vain
+    for number in (np.float32(1), np.int64(1)):  # NumPy would make a copy, and the sum would be lost
         refused(lambda: world.all_reduce(number), "writable", "copy")
     x = bytearray(b"abc")
     assert world.broadcast(x) is x
@@ -236,7 +236,7 @@ def test_meshes_that_cannot_be() -> None:
     refused(lambda: hsdp.init_mesh(engine="gloo"), "'gloo'", "auto, host, nccl, mpi")
     refused(lambda: hsdp.init_mesh(ranks=[[1]]), "from 0 to 0", "got 1")
     refused(lambda: hsdp.init_mesh(1, 2, ranks=[[0, 0]]), "twice")
-    with pytest.raises(hsdp.Error):  # not built here, or no device
+    with pytest.raises(hsdp.Error):  # not in this build, or no device
         hsdp.init_mesh(device="cuda:0")
 
 
@@ -250,7 +250,7 @@ def test_a_reducer_outlives_its_mesh() -> None:
 
 
 def in_child(check: Callable[[], None]) -> None:
-    """Runs `check` in a forked child, which must live on to its own exit."""
+    """Runs `check` in a forked child, which must survive to its own exit."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -285,7 +285,7 @@ def test_a_forked_child_is_refused() -> None:
             lambda: mesh.close(), lambda: hsdp.Reducer(mesh),
         ]:
             refused(call, "forked child", "parent")
-        del reducer, mesh, shard  # nor may they be destroyed here
+        del reducer, mesh, shard  # the child may not destroy them either
 
     in_child(check)
     assert shard.numpy().sum() == 4
@@ -294,7 +294,7 @@ def test_a_forked_child_is_refused() -> None:
 
 
 def wrong_alone() -> list[str]:
-    """What only rank 1 does wrong, and what rank 0 hears of it."""
+    """A mistake of rank 1 alone, and what rank 0 is told."""
     heard: list[str] = []
     with hsdp.init_mesh(1, 2, timeout_s=30) as mesh:
         reducer = registered(mesh, "w", 4)
@@ -344,7 +344,7 @@ def test_a_fault_on_one_rank_is_heard_on_all(ranks: Launcher) -> None:
 
 @on_mesh(1, 2, timeout_s=60)
 def test_a_drop_that_nobody_hears_is_no_hang(mesh: hsdp.Mesh) -> None:
-    """One rank drops a step and waits for the others' words with its next one; they are gone."""
+    """One rank drops a step; in its next step it waits for the words of the others, which are gone."""
     reducer = registered(mesh, "w", 4)
     add_gradient(reducer, "w", np.ones(4, F32), last=True)
     reducer.shard("w")
@@ -412,7 +412,7 @@ def test_a_mesh_writes_what_its_reducers_did(mesh: hsdp.Mesh, tmp_path: Path) ->
         mesh.flight_record(tmp_path / "flight")
     record = json.loads((tmp_path / "flight" / "rank_0.json").read_text())
     assert (record["reason"], record["error"], record["size"]) == ("call", "", 1)
-    own = record["sources"][-1]  # others may be of the same world
+    own = record["sources"][-1]  # others may belong to the same world
     assert (own["name"], own["ranks"]) == ("reducer 'critic'", [0])
     done = [one for one in record["operations"] if one["source"] == own["source"]]
     packed = [one for one in done if one["kind"] == "pack"]
@@ -548,7 +548,7 @@ def test_closing_says_so_where_it_drops_microbatches(mesh: hsdp.Mesh) -> None:
 
 @on_mesh(1, 2)
 def test_a_rank_that_left_within_a_step(mesh: hsdp.Mesh) -> None:
-    """Nor has closing anything to say then."""
+    """Closing says nothing either then."""
     reducer = registered(mesh, "w", 2)
     add_gradient(reducer, "w", np.ones(2, F32), last=False)
     reducer.partial_shard("w")
@@ -577,7 +577,7 @@ def test_what_ended_a_mesh_keeps_the_name_of_where_it_was(mesh: hsdp.Mesh) -> No
 
 
 def leave_in_a_microbatch() -> str:
-    """What rank 0 meets that waits, not for hsdp, until rank 1 is gone, whose program fails in a step."""
+    """What rank 0 raises when it waits, outside hsdp, until rank 1 is gone, whose program fails in a step."""
     open_reducers.GRACE_S = 0.5
     with hsdp.init_mesh(2, 1) as mesh:
         reducer = registered(mesh, "w", 2)
@@ -615,7 +615,7 @@ def test_a_timeout_is_pythons_own_too() -> None:
         assert (str(one), one.ranks) == ("rank 1 did not arrive", (1,))
 
 
-# Keyword arguments of other libraries: a TypeError, as Python's own, that says what to write.
+# Keyword arguments of other libraries: a TypeError, like Python's, that says what to write.
 
 
 @pytest.mark.parametrize(("word", "value", "hint"), [

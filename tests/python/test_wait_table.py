@@ -1,4 +1,4 @@
-"""`reducer.wait_table` where a step has more in it than hops, and a job more than one Reducer."""
+"""`reducer.wait_table` when a step contains more than hops, and a job more than one Reducer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def step(reducer: hsdp.Reducer, late: int = -1, delay_s: float = DELAY_S) -> Non
 
 
 def awaited_s(table: hsdp.WaitTable) -> dict[int, float]:
-    """The seconds that others waited for each rank, without what a busy machine holds ranks up."""
+    """For each rank, the seconds that others waited for it, without what a busy machine causes."""
     totals: dict[int, float] = {}
     for (_, awaited), seconds in table.seconds.items():
         totals[awaited] = totals.get(awaited, 0) + seconds
@@ -102,7 +102,7 @@ def test_reducers_of_the_same_name_are_told_apart(ranks: Launcher) -> None:
 
 
 def two_shapes_of_the_same_ranks() -> None:
-    """Rank 2 is late to the other mesh's steps, and the ranks that wait with rank 1 come next."""
+    """Rank 2 is late to the other mesh's steps, and so next are the ranks that wait together with rank 1."""
     square = square_mesh()
     row = hsdp.init_mesh(replicate=1, shard=4, timeout_s=60)
     with registered(square, "w", 64) as reducer, registered(row, "w", 64) as other:
@@ -124,7 +124,7 @@ def test_steps_on_another_mesh_are_not_compared(ranks: Launcher) -> None:
 
 
 def waits_elsewhere() -> None:
-    """Ranks 0 and 1 wait for rank 0's sleep in a step of their own; 2 and 3 wait for both of them."""
+    """Ranks 0 and 1 wait for rank 0's sleep in one step; 2 and 3 wait for both of them."""
     mesh = square_mesh()
     own = [[0, 1]] if mesh.rank < 2 else [[2, 3]]
     pairs = hsdp.init_mesh(replicate=1, shard=2, ranks=own, timeout_s=60)

@@ -1,4 +1,5 @@
-"""`pip install .` into a fresh environment gives the package and both commands, and says what it is at."""
+"""`pip install .` into a fresh environment installs the package and both commands, and reports its
+progress."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def run(*command: str, cwd: pathlib.Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """Built with what this environment has, so that nothing is fetched for it."""
+    """Built with what this environment has, so nothing is downloaded."""
     folder = tmp_path_factory.mktemp("wheel")
     settings = os.environ.get("HSDP_WHEEL_SETTINGS", "").split("|")
     run(
@@ -56,7 +57,7 @@ def test_it_installs_and_runs(wheel: pathlib.Path, tmp_path: pathlib.Path) -> No
     assert re.match(r"hsdp [0-9.]+, Python 3.*: sound", run(*command, cwd=tmp_path))
 
 
-# Ninja's lines, behind the back of Python's own sys.stdout as CMake's are.
+# Ninja's lines bypass Python's sys.stdout, as CMake's do.
 BUILD = """
 import subprocess, build_backend
 with build_backend._progress():
@@ -66,7 +67,7 @@ print("done")
 
 
 def test_a_terminal_is_told_each_tenth_of_a_build(tmp_path: pathlib.Path) -> None:
-    """pip, whose part the test takes, reads the build's output."""
+    """Reads the build's output as pip does."""
     kept = tmp_path / "kept"
     child, terminal = pty.fork()
     if child == 0:

@@ -1,8 +1,9 @@
-"""Starts programs in forks of a Python that has imported torch, which takes longer than most programs.
+"""Starts programs in forks of a Python that has imported torch, as the import takes longer than most
+programs.
 
-`warm_python(folder)` makes a folder with `python` and `torchrun`, to be first in PATH. A program that
-imports torch is then run by a fork of a server; others start as ever, and with HSDP_COLD_PYTHON=1 all do.
-Even and odd ranks have a server each, as string hashes of ranks have different seeds.
+`warm_python(folder)` makes a folder with `python` and `torchrun`, to come first in PATH. A program that
+imports torch then runs in a fork of a server. Other programs start as usual, and with HSDP_COLD_PYTHON=1 all
+do. Even and odd ranks have separate servers, as the string hashes of ranks have different seeds.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SERVER_COUNT = 2  # as warm_start.py has
 
 @contextlib.contextmanager
 def warm_python(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The servers' sockets are in the folder, too."""
+    """The folder also has the servers' sockets."""
     if os.environ.get("HSDP_COLD_PYTHON") == "1":
         yield pathlib.Path(sys.executable).parent
         return
@@ -67,7 +68,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
 
 
 class Run(Protocol):
-    """A program on so many ranks; what it printed."""
+    """Runs a program on that many ranks; returns what it printed."""
 
     def __call__(self, size: int, path: pathlib.Path, *arguments: str) -> str: ...
 

@@ -1,8 +1,8 @@
-"""What warm_python.py starts. `warm_start.py LISTENER PYTHON` is a server, which ends with its input.
+"""What warm_python.py starts. `warm_start.py LISTENER PYTHON` is a server, which ends when its input ends.
 
-`warm_start.py PYTHON FOLDER ARGUMENT...` is a program of a server's, or PYTHON itself. It hands over its
-arguments, environment and standard streams, passes signals on, and ends as the server's fork does; when it is
-killed the fork is, too.
+`warm_start.py PYTHON FOLDER ARGUMENT...` is a program run by a server, or PYTHON itself. It hands over its
+arguments, environment and standard streams, passes signals on, and ends as the server's fork does. If it is
+killed, so is the fork.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RANKS = ("RANK", "LOCAL_RANK", "OMPI_COMM_WORLD_RANK")
 
 
 def source_of(arguments: list[str]) -> str:
-    """Of the program that Python is asked to run."""
+    """The source of the program that Python is asked to run."""
     match arguments:
         case ["-u", *others]:
             return source_of(others)
@@ -57,7 +57,7 @@ def start(python: str, folder: str, *arguments: str) -> NoReturn:
         server.connect(f"{folder}/{rank % SERVER_COUNT}")
         for number in PASSED_ON:
             signal.signal(number, lambda number, _: server.send(str(number).encode()))
-        # Ranks of one parent are one job to hsdp, and the fork's parent is another one.
+        # hsdp takes ranks of one parent for one job, and the fork's parent is another one.
         request = {"arguments": arguments, "folder": os.getcwd(),
                    "environment": {"HSDP_JOB": f"parent-{os.getppid()}", **os.environ}}
         socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
@@ -72,16 +72,16 @@ def start(python: str, folder: str, *arguments: str) -> NoReturn:
 
 
 def serve(listener: socket.socket) -> dict[str, Any] | None:
-    """Returns in each program's process, with what it was asked; at the end None."""
-    warm_up("import torch, torch._dynamo")  # the latter an optimizer's first step would import
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for leaders
+    """Returns in each program's process, with the request; returns None at the end."""
+    warm_up("import torch, torch._dynamo")  # an optimizer's first step would import the latter
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the leaders are not waited for
     inputs = [sys.stdin.fileno(), listener.fileno()]
     while inputs[0] not in select.select(inputs, [], [])[0]:
         client, _ = listener.accept()
         message, streams, _, _ = socket.recv_fds(client, REQUEST_BYTES, 3)
         request = json.loads(message)
         warm_up(source_of(request["arguments"]))
-        gc.freeze()  # or each fork's collections would copy the memory of all modules
+        gc.freeze()  # otherwise each fork's collections would copy the memory of all modules
         if fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
@@ -98,7 +98,7 @@ def serve(listener: socket.socket) -> dict[str, Any] | None:
 
 
 def warm_up(source: str) -> None:
-    """Does the imports at the top of a program that take long."""
+    """Runs the slow imports at the top of a program."""
     with contextlib.suppress(SyntaxError, ImportError):
         for line in ast.parse(source).body:
             names = [alias.name for alias in line.names] if isinstance(line, ast.Import) else []
@@ -119,7 +119,7 @@ def fork() -> int:
 
 
 def lead(program: int, client: socket.socket, streams: list[int]) -> NoReturn:
-    """Passes signals on, and tells the end."""
+    """Passes signals on, and reports the end."""
     for stream in (*streams, 0, 1, 2):
         os.close(stream)
     end = os.pidfd_open(program)
@@ -151,7 +151,7 @@ def run(arguments: list[str]) -> None:
         arguments = arguments[1:]
     if arguments[0] == "-m":
         sys.argv, sys.path[0] = arguments[1:], os.getcwd()
-        sys.modules.pop(arguments[1], None)  # or runpy warns
+        sys.modules.pop(arguments[1], None)  # otherwise runpy warns
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     main = types.ModuleType("__main__")

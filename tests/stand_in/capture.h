@@ -1,4 +1,4 @@
-// What a caller captures into a CUDA graph meanwhile.
+// A CUDA graph that a caller captures during a test.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -7,7 +7,7 @@
 
 namespace hsdp::stand_in {
 
-// A capture of that stream, which must be whole in the end.
+// Captures that stream; the capture must be whole at the end.
 class Capture {
  public:
   explicit Capture(void* stream, bool of_all_threads = true) : stream_(stream) {

@@ -1,5 +1,5 @@
-// zero::AdamW on the memory and the streams of a GPU, on the stand-in for the CUDA runtime: the
-// bits of the host, and that the host does not wait.
+// zero::AdamW on a GPU's memory and streams, on the stand-in for the CUDA runtime: it gives the
+// host's bits, and the host does not wait.
 #include <gtest/gtest.h>
 
 #include <optional>
@@ -17,8 +17,8 @@ namespace {
 constexpr int kAdamWSteps = 3;
 constexpr double kMaxNorm = 0.25;
 
-// This rank's parameters after some steps. The host clips by scaling; a GPU gets a factor, and all
-// steps but the first one while it stands still.
+// This rank's parameters after some steps. The host clips by scaling; a GPU gets a factor, and runs
+// all steps but the first while it stands still.
 std::vector<Values> adamw_values(const Mesh& mesh, const StepCase& step) {
   const Device device = mesh.device();
   const bool on_gpu = device == kGpu;

@@ -1,4 +1,4 @@
-// What the CUDA device does when the runtime refuses, and when the GPU does not get on.
+// What the CUDA device does when the runtime refuses, and when the GPU makes no progress.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -36,7 +36,7 @@ constexpr Device kOtherGpu{DeviceType::kCuda, 1};
 
 class CudaDevice : public ::testing::Test {
  protected:
-  CudaDevice() { cudaSetDevice(0); }  // which has a context then
+  CudaDevice() { cudaSetDevice(0); }  // gives it a context
   ~CudaDevice() override { stand_in::set_devices(2); }
 };
 
@@ -75,11 +75,11 @@ TEST_F(CudaDevice, BecomesThatOfAThreadThatUsedNone) {
   EXPECT_EQ(stand_in::contexts(), std::set<int>{1});
 }
 
-// A context is half a gigabyte: every rank of a machine would have one on GPU 0.
+// A context takes half a gigabyte; otherwise every rank of a machine would have one on GPU 0.
 TEST_F(CudaDevice, HasNoContextOnAnother) {
   ASSERT_EQ(stand_in::current_device(), 0);
   stand_in::forget_contexts();
-  const auto in_thread = [](const auto& act) { std::thread(act).join(); };  // whose device is 0
+  const auto in_thread = [](const auto& act) { std::thread(act).join(); };  // its device is 0
   in_thread([&] {
     auto stream = std::make_optional(Stream::create(kOtherGpu, "other"));
     auto buffer = std::make_optional<Buffer>(kOtherGpu, 100);
@@ -141,8 +141,8 @@ TEST_F(CudaDevice, RefusesAStreamThatIsCaptured) {
                                                   HasSubstr("outside of the capture"))));
     }
   }
-  for (const auto& call : calls) call();  // it is a stream like others again
-  caller.synchronize();                   // before the memory goes
+  for (const auto& call : calls) call();  // it is an ordinary stream again
+  caller.synchronize();                   // before the memory is freed
 }
 
 TEST_F(CudaDevice, TakesNoErrorForDone) {
@@ -225,7 +225,7 @@ TEST_F(CudaDevice, GivesItsMemoryBack) {
     stream.synchronize();
     EXPECT_EQ(stand_in::allocated_bytes(), before + 1000);
   }
-  // Freed on a stream of the pool's: another allocation comes after it.
+  // Freed on a stream of the pool: another allocation comes after it.
   const Buffer next(kGpu, 1);
   EXPECT_EQ(stand_in::allocated_bytes(), before + 1);
 }
@@ -244,11 +244,11 @@ TEST_F(CudaDevice, ScratchThatWasReservedIsThere) {
   stand_in::fail_allocation(stand_in::FailingAllocation{});
   EXPECT_THROW(ScratchReserve(kGpu, 20 * kMiB), Error);
   two.reset();
-  const ScratchReserve again(kGpu, 3 * kMiB);           // the pool has it still
-  EXPECT_EQ(stand_in::allocation_count(), before + 2);  // and once more
+  const ScratchReserve again(kGpu, 3 * kMiB);           // the pool still has it
+  EXPECT_EQ(stand_in::allocation_count(), before + 2);  // and one more
 }
 
-// torch records an event on it when it frees memory that record_stream named it for.
+// torch records an event on it when it frees memory for which record_stream named it.
 TEST_F(CudaDevice, AStreamIsThereWhenItsOwnerIsGone) {
   auto stream = std::make_optional(Stream::create(kGpu, "packs"));
   auto* const handle = static_cast<cudaStream_t>(stream->native_handle());
@@ -273,7 +273,7 @@ TEST_F(CudaDevice, AStreamIsThereWhenItsOwnerIsGone) {
   EXPECT_TRUE(others.contains(handle));
 }
 
-// What the library does beside a backward pass is short, and the network waits for it.
+// What the library does during a backward pass is short, and the network waits for it.
 TEST_F(CudaDevice, StreamsHaveTheHighestPriority) {
   int lowest = 0;
   int highest = 0;
@@ -286,7 +286,7 @@ TEST_F(CudaDevice, StreamsHaveTheHighestPriority) {
   EXPECT_EQ(priority, highest);
 }
 
-// Of a framework that keeps memory of its own.
+// Memory from a framework with its own pool.
 TEST_F(CudaDevice, MemoryComesFromTheSourceThatIsSet) {
   std::vector<std::byte> memory(4096);
   int given_back = 0;
@@ -328,7 +328,7 @@ TEST_F(CudaDevice, FlagsAreZeroWhenTheyComeBack) {
   }
 }
 
-// A device's first memory needs pools and a stream, for which there may be none.
+// A device's first memory needs pools and a stream, which may not be available.
 TEST_F(CudaDevice, PoolsThatCannotBeMadeAreAnErrorAndTriedAgain) {
   const Device unused{DeviceType::kCuda, 7};
   stand_in::set_devices(8);
@@ -370,7 +370,7 @@ TEST_P(CudaRefusals, AreErrorsThatSayWhat) {
   act();
 }
 
-// Those that others have returned are used first: each time it takes more than ever before.
+// Streams that others returned are used first, so each round takes more than ever before.
 void use_up_streams() {
   static std::size_t count = 100;
   count += 100;

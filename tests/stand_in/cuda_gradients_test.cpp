@@ -1,5 +1,5 @@
-// Gradients that a Reducer reads and lets go, on the stand-in for the CUDA runtime: their memory,
-// their streams, and what cannot be had.
+// Gradients that a Reducer reads and releases, on the stand-in for the CUDA runtime: their memory,
+// their streams, and failed allocations.
 #include <cuda_runtime.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -47,8 +47,8 @@ void register_numbered(Reducer& reducer, int count, std::int64_t elements) {
   reducer.prepare();
 }
 
-// Memory that is overwritten on a stream as soon as its owner lets go of it, as an allocator does
-// that frees in stream order.
+// Memory that is overwritten on a stream as soon as its owner releases it, as by an allocator that
+// frees in stream order.
 std::shared_ptr<const void> reused(const std::shared_ptr<Values>& memory, const Stream& stream,
                                    std::atomic<int>& count) {
   return {memory.get(), [memory, queue = Stream(stream), &count](const void* /*data*/) mutable {
@@ -83,7 +83,7 @@ TEST_P(GpuGradients, OrderedGradientsAreReusedInTheOrderOfTheirStream) {
                                KeptUntil::kOrdered);
       }
       open.end();
-      // Two are under way, and one is being launched; others may still be let go of.
+      // Two are under way and one is being launched; others may still be released.
       const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
       while (reuses < kParameters - 3 && std::chrono::steady_clock::now() < deadline) {
         std::this_thread::yield();
@@ -96,7 +96,7 @@ TEST_P(GpuGradients, OrderedGradientsAreReusedInTheOrderOfTheirStream) {
       const float mean = static_cast<float>(p) + static_cast<float>(shape.size() - 1) / 2;
       EXPECT_THAT(got, Each(mean));
     }
-    static_cast<void>(reducer.found_inf());  // the GPU is done, and everybody looked
+    static_cast<void>(reducer.found_inf());  // the GPU is done, and every rank has looked
     EXPECT_EQ(reuses, kParameters);
     stream.synchronize();
     static_cast<void>(mesh.world().exchange("", "over"));
@@ -122,7 +122,7 @@ TEST_P(GpuGradients, GradientsAreKeptUntilTheyAreRead) {
         EXPECT_FALSE(life.expired());
       }
       if (valid.event) {
-        static_cast<void>(reducer.found_inf());  // the GPU is done: nobody has to ask for the rest
+        static_cast<void>(reducer.found_inf());  // the GPU is done; no call has to follow
       } else {
         const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
         while (!life.expired() && std::chrono::steady_clock::now() < end) reducer.packed().wait();
@@ -133,8 +133,8 @@ TEST_P(GpuGradients, GradientsAreKeptUntilTheyAreRead) {
   });
 }
 
-// As an array of Python's does: it takes the interpreter's lock, which a thread holds that asks the
-// Reducer. So owners must die outside the Reducer's own locks.
+// A Python array's deleter takes the interpreter's lock, which a thread may hold while it calls the
+// Reducer. So owners must be destroyed outside the Reducer's locks.
 TEST_P(GpuGradients, AnOwnerMayTakeALockOfTheCallersWhenItDies) {
   constexpr int kParameters = 8;  // and as many buckets
   run_gpu_mesh(GetParam(), [&](const Mesh& mesh) {
@@ -171,8 +171,8 @@ INSTANTIATE_TEST_SUITE_P(Meshes, GpuGradients,
                                            MeshShape{2, 2}),
                          ::testing::PrintToStringParamName());
 
-// Work of the caller's after which each rank's stream goes on when the other's has come there, too:
-// an all-to-all, say.
+// Work of the caller, such as an all-to-all, after which each rank's stream continues only once the
+// other rank's has come there too.
 class Rendezvous {
  public:
   void enqueue(int rank, Stream& stream) {
@@ -199,8 +199,8 @@ class Rendezvous {
                                 Stream::host_worker("rank 1 waits")};
 };
 
-// Rank 1 does not use all of the first bucket, and sends it last. Rank 0's stream must not wait for
-// the buckets that come after it in the meantime.
+// Rank 1 does not use all of the first bucket and sends it last. Meanwhile rank 0's stream must not
+// wait for the buckets after it.
 TEST(GpuGradientsOfOneRank, MayBeMissingWithoutHoldingUpTheOthers) {
   constexpr int kParameters = 24;  // two in a bucket
   Rendezvous rendezvous;
@@ -219,7 +219,7 @@ TEST(GpuGradientsOfOneRank, MayBeMissingWithoutHoldingUpTheOthers) {
     if (mesh.rank() == 1) {
       rendezvous.enqueue(1, stream);
       rank_1_is_there = true;
-    } else {  // when rank 1 waits for it, and buckets have gone where they could
+    } else {  // when rank 1 waits for it, and buckets have been sent as far as possible
       while (!rank_1_is_there) std::this_thread::yield();
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       rendezvous.enqueue(0, stream);
@@ -237,7 +237,7 @@ TEST(GpuGradientsOfOneRank, AreSafeWhereAnEventCannotBeMade) {
     Reducer reducer(mesh);
     reducer.set_stream(stream);
     register_numbered(reducer, 1, 1024);
-    // Before the pack is launched, and after it.
+    // Before the pack is launched, and afterwards.
     for (const ValidAfter& valid : {ValidAfter(stream), ValidAfter(Event())}) {
       auto owner = std::make_shared<int>(1);
       const std::weak_ptr<int> life = owner;
@@ -264,7 +264,7 @@ TEST(GpuGradientsOfOneRank, AreSafeWhereAnEventCannotBeMade) {
   });
 }
 
-// The caller's streams are its own again when a microbatch has ended, though the GPU be behind.
+// At the end of a microbatch the caller's streams are free again, even if the GPU is behind.
 TEST(GpuGradientsOfOneRank, LeaveTheirStreamsWithTheMicrobatch) {
   constexpr int kParameters = 6;
   run_gpu_mesh({1, 1}, [&](const Mesh& mesh) {

@@ -1,5 +1,5 @@
-// The checks that a GPU runs, on the stand-in for the CUDA runtime: the same kernels and the same
-// streams, computed by the CPU.
+// The checks that a GPU runs, on the stand-in for the CUDA runtime: the same kernels and streams,
+// computed by the CPU.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// LocoHop on a GPU, on the stand-in for the CUDA runtime: the bits of the host.
+// LocoHop on a GPU, on the stand-in for the CUDA runtime: it gives the host's bits.
 #include <gtest/gtest.h>
 
 #include <limits>
@@ -18,7 +18,7 @@ using quant::LocoOptions;
 constexpr std::size_t kSteps = 5;
 constexpr std::size_t kOverflows = 2;  // this one
 
-// Everything that a rank ends up with: its shards after every step, and the errors.
+// Everything that a rank has at the end: its shards after every step, and the errors.
 struct Outcome {
   std::vector<RankResult> steps;
   std::vector<std::string> names;

@@ -1,4 +1,4 @@
-// A plan for a GPU, made before anything is allocated, is what stats() counts there, on the
+// A plan for a GPU, made before anything is allocated, equals what stats() counts there, on the
 // stand-in for the CUDA runtime. The collectives are the host's and take no work memory.
 #include <gtest/gtest.h>
 

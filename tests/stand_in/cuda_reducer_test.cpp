@@ -1,5 +1,5 @@
-// The Reducer on the memory and the streams of a GPU, on the stand-in for the CUDA runtime: its
-// results, its order, its memory, and that the host does not wait.
+// The Reducer on a GPU's memory and streams, on the stand-in for the CUDA runtime: its results, its
+// order, its memory, and that the host does not wait.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -48,7 +48,7 @@ TEST_P(OnGpu, ResultsEqualThoseOfTheHost) {
   const auto size = static_cast<std::size_t>(shape.size());
   std::vector<Results> host(size);
   std::vector<Results> gpu(size);
-  stand_in::delay_work(3);  // or what is read too early would be there by chance
+  stand_in::delay_work(3);  // otherwise data that is read too early might be there by chance
   for (const bool on_gpu : {false, true}) {
     const auto body = [&](const Mesh& mesh) {
       Results& own = (on_gpu ? gpu : host)[static_cast<std::size_t>(mesh.rank())];
@@ -96,10 +96,10 @@ TEST_P(OnGpu, TheNextStepLeavesAResultToItsReader) {
     std::promise<void> released;
     Stream host = Stream::host_worker("reader");
     host.run([&released] { released.get_future().wait(); });
-    rank.stream().wait(host.record());  // whoever reads there is late
+    rank.stream().wait(host.record());  // reads on that stream are late
     RankResult result;
     rank.enqueue_read(result);
-    std::vector<StoredGradient> stored;  // which nobody has to wait for
+    std::vector<StoredGradient> stored;  // without a wait before they are freed
     Microbatch open(reducer, {.last = true});
     for (std::size_t p = 0; p < next.parameters.size(); ++p) {
       const ParameterSpec& spec = next.parameters[p];
@@ -110,7 +110,7 @@ TEST_P(OnGpu, TheNextStepLeavesAResultToItsReader) {
       reducer.gradient_ready(spec.name, view, {}, Event());
     }
     open.end();
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // what does not wait overtakes
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // unordered work overtakes
     released.set_value();
     rank.stream().synchronize();
     EXPECT_FALSE(reducer.found_inf());
@@ -119,7 +119,7 @@ TEST_P(OnGpu, TheNextStepLeavesAResultToItsReader) {
   expect_reference(results, step, {}, shape, "read late");
 }
 
-// Nor do streams that are told to wait for the gather; a late update holds up no step.
+// Other streams wait for the gather only if they are told to; a late update holds up no step.
 TEST_P(OnGpu, StartingAGatherWaitsForNothing) {
   const MeshShape shape = GetParam();
   const StepCase step =
@@ -184,7 +184,7 @@ TEST_P(OnGpu, NobodyReadsAResultThatReplicasHaveOtherwise) {
 TEST_P(OnGpu, FoundInfIsOneOrZeroOnTheDevice) {
   const MeshShape shape = GetParam();
   StepCase step = random_step(parameters(Dtype::kBf16), shape.size(), {Sync::kAll, Sync::kAll}, 8);
-  for (auto& gradient : step.gradients[2][0]) {  // on every rank: a sum of ones is still 1
+  for (auto& gradient : step.gradients[2][0]) {  // on every rank, so that a sum of ones is still 1
     (*gradient)[4000] = std::numeric_limits<float>::infinity();
   }
   run_gpu_mesh(shape, [&](const Mesh& mesh) {
@@ -217,7 +217,7 @@ TEST_P(OnGpu, ClippingGivesTheBitsOfTheHostWithoutWaiting) {
       Reducer one(mesh, {.bucket_bytes = kSmallBuckets});
       Reducer other(mesh, {.bucket_bytes = kSmallBuckets});
       const std::vector<Reducer*> both{&one, &other};
-      // Clipping leaves both of them the first one's stream, so gradients name their own.
+      // Clipping sets the first one's stream on both Reducers, so gradients name their streams.
       std::array<GpuRank, 2> ranks{GpuRank(one, step, mesh, KeptUntil::kOrdered),
                                    GpuRank(other, step, mesh, KeptUntil::kOrdered)};
       std::vector<Values> clipped;
@@ -225,7 +225,7 @@ TEST_P(OnGpu, ClippingGivesTheBitsOfTheHostWithoutWaiting) {
       for (const bool on_device : {false, true}) {
         for (std::size_t r : {0U, 1U}) ranks[r].run_microbatch(r);
         if (on_device) {
-          static_cast<void>(one.grad_norm());  // everything so far is done
+          static_cast<void>(one.grad_norm());  // all work so far is done
           static_cast<void>(other.grad_norm());
           static_cast<void>(mesh.world().exchange("", "ready"));
           const stand_in::Standstill nothing_moves;
@@ -283,7 +283,7 @@ TEST_P(OnGpu, BucketsAreThoseOfAGpu) {
   });
 }
 
-// Of a step with so many parameters, which are one bucket.
+// For a step with that many parameters, in one bucket.
 std::int64_t launches_of_step(const MeshShape& shape, int parameter_count) {
   std::vector<ParameterSpec> specs;
   for (int p = 0; p < parameter_count; ++p) {
@@ -300,7 +300,7 @@ std::int64_t launches_of_step(const MeshShape& shape, int parameter_count) {
     const std::int64_t before = stand_in::kernel_launches();
     static_cast<void>(mesh.world().exchange("", "counted"));
     RankResult result = rank.run_step();
-    static_cast<void>(reducer.found_inf());  // the last thing that a step does
+    static_cast<void>(reducer.found_inf());  // the last work of a step
     static_cast<void>(mesh.world().exchange("", "over"));
     if (mesh.rank() == 0) launches = stand_in::kernel_launches() - before;
     static_cast<void>(mesh.world().exchange("", "counted again"));
@@ -396,13 +396,13 @@ TEST(CudaReducer, ComparesWhatWasGathered) {
       } else {
         EXPECT_THAT(error, names({2, 3}, HasSubstr("'w of digest")));
       }
-      stream.synchronize();  // what it copies from is free
+      stream.synchronize();  // the memory that it copies from is free
     }
   });
   stand_in::delay_work({});
 }
 
-// A context takes hundreds of megabytes. Threads begin with device 0.
+// A context takes hundreds of megabytes. A thread begins with device 0.
 TEST(CudaReducer, HasContextsOnTheMeshsDeviceAlone) {
   constexpr std::int64_t kCount = 4096;
   stand_in::forget_contexts();
@@ -479,7 +479,7 @@ TEST(CudaReducer, RefusesOutputsOfOtherDevicesAndKinds) {
                   ThrowsMessage<UsageError>(HasSubstr(row.second)));
     }
     reducer.found_inf({values.data(), 1, Dtype::kF32, kGpu}).wait();
-    EXPECT_EQ(values[0], 0.0F);  // no step, nothing met
+    EXPECT_EQ(values[0], 0.0F);  // no step, so nothing non-finite
     const NamedArray elsewhere{"w", {values.data(), 4, Dtype::kF32, {DeviceType::kCuda, 1}}};
     EXPECT_THAT(([&] { reducer.gather_gradients(std::span(&elsewhere, 1)); }),
                 ThrowsMessage<UsageError>(HasSubstr("expected memory on cuda:0, the mesh's device, "

@@ -1,4 +1,4 @@
-// Hops whose work on a GPU ends late, and the RowReducer's memory that kernels still use, on the
+// Hops whose work on a GPU ends late, and memory of the RowReducer that kernels still use, on the
 // stand-in for the CUDA runtime.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -40,7 +40,7 @@ std::vector<RowGroup> two_rows(std::int64_t count = kRowCount) {
   return groups;
 }
 
-// The plain hop, whose Events complete later, on a thread of its own.
+// The plain hop, whose Events complete later, on another thread.
 class SlowHop final : public ReplicaHop {
  public:
   SlowHop(milliseconds delay, bool fails) : delay_(delay), fails_(fails) {}
@@ -107,7 +107,7 @@ class GpuRows {
   }
   ~GpuRows() {
     rows.reset();
-    static_cast<void>(caught<Error>([this] { stream.synchronize(); }));  // before the values go
+    static_cast<void>(caught<Error>([this] { stream.synchronize(); }));  // before values go
   }
   GpuRows(const GpuRows&) = delete;
   GpuRows& operator=(const GpuRows&) = delete;
@@ -146,7 +146,7 @@ class GpuRows {
   Stream blocker_ = Stream::host_worker("blocker");
 };
 
-// A hop's error is raised by a later call, on every rank, whatever the caller does next.
+// A later call raises a hop's error, on every rank, whatever the caller does next.
 TEST(CudaRows, ALateErrorOfAHopEndsTheWorldWithItsText) {
   for (const bool finishes : {false, true}) {
     const auto start = std::chrono::steady_clock::now();
@@ -177,7 +177,7 @@ TEST(CudaRows, AStepEndsForItsHopWhenTheHopIsDone) {
     const auto hop = std::make_shared<SlowHop>(milliseconds(50), false);
     GpuRows rank(mesh, hop);
     rank.set_last(false, {0});
-    rank.backward();  // one row goes over the replicas
+    rank.backward();  // one row is reduced over the replicas
     rank.set_last(true);
     if (mesh.rank() == 1) {
       rank.rows->abandon_step("on purpose");

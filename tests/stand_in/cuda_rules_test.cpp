@@ -1,5 +1,6 @@
-// What the stand-in for the CUDA runtime refuses and punishes, each with where the real one is said
-// to do so: the Programming Guide (PG, CUDA 13.0) and the comments of cuda_runtime_api.h (API).
+// What the stand-in for the CUDA runtime refuses or punishes, and where the documentation says that
+// the real one does: the Programming Guide (PG, CUDA 13.0) and the comments of cuda_runtime_api.h
+// (API).
 #include <gtest/gtest.h>
 
 #include <array>
@@ -139,7 +140,7 @@ TEST_F(CudaRules, CallsMakeAContextOnTheCurrentDevice) {
   }
 }
 
-// The same section: it is the thread's device that counts, and a thread begins with device 0.
+// The same section: the thread's device counts, and a thread begins with device 0.
 TEST_F(CudaRules, AnotherThreadHasADeviceOfItsOwn) {
   cudaSetDevice(1);
   cudaEvent_t const event = new_event();
@@ -251,8 +252,8 @@ TEST_F(CudaRules, WhatIsQueuedBehindAKernelThatFailedDoesNotRun) {
   EXPECT_FALSE(ran);
 }
 
-// PG, Error Checking: the error is the context's, of which a device has one to a process; the ranks
-// of a test are processes elsewhere.
+// PG, Error Checking: the error belongs to the context, of which a device has one in each process.
+// The ranks of a test would be processes elsewhere.
 TEST_F(CudaRules, AKernelThatFailedBreaksItsDeviceOnly) {
   cudaStream_t const stream = new_stream();
   stand_in::fail_kernel({{.device = 0}});
@@ -267,7 +268,7 @@ TEST_F(CudaRules, AKernelThatFailedBreaksItsDeviceOnly) {
   EXPECT_TRUE(ran);
 }
 
-// API, cudaStreamBeginCapture: what is pushed into the stream is not executed.
+// API, cudaStreamBeginCapture: work that is pushed into the stream is not executed.
 TEST_F(CudaRules, ACapturedStreamExecutesNothing) {
   cudaStream_t const stream = new_stream();
   bool ran = false;
@@ -311,7 +312,7 @@ TEST_F(CudaRules, AnAllocationOfACaptureTakesNothingFromThePool) {
   EXPECT_EQ(cudaFreeAsync(before, stream), cudaSuccess);
 }
 
-// The same note: there is no memory before the graph is launched.
+// The same note: the memory does not exist before the graph is launched.
 TEST_F(CudaRulesDeathTest, MemoryOfACaptureIsNotThere) {
   EXPECT_DEATH(
       {
@@ -387,7 +388,7 @@ TEST_F(CudaRules, ACapturedStreamDoesNotWaitForAnEventFromOutside) {
   EXPECT_EQ(end_capture(stream), cudaErrorStreamCaptureInvalidated);
 }
 
-// PG, Prohibited and Unhandled Operations: two captures are not merged by an event of one of them.
+// PG, Prohibited and Unhandled Operations: an event of one capture does not merge it with another.
 TEST_F(CudaRules, AnEventDoesNotJoinTwoCaptures) {
   cudaStream_t const stream = new_stream();
   cudaStream_t const other = new_stream();
@@ -451,9 +452,8 @@ TEST_F(CudaRules, WhateverIsMadeMayFail) {
   }
 }
 
-// PG, Stream Ordered Memory Allocator: what a pool keeps it gives out again, on another stream
-// behind the free of the first (cudaMemPoolReuseAllowInternalDependencies); only to grow it may
-// fail.
+// PG, Stream Ordered Memory Allocator: a pool reuses the memory it keeps, also on another stream,
+// after the free on the first (cudaMemPoolReuseAllowInternalDependencies). Only growth may fail.
 TEST_F(CudaRules, APoolFailsOnlyWhereItGrows) {
   cudaStream_t const stream = new_stream();
   cudaMemPool_t const pool = make_pool();

@@ -97,14 +97,14 @@ thread_local int the_current_device = 0;
 thread_local cudaError_t last_error = cudaSuccess;
 thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
 
-// With the lock held. What a kernel of that device left behind by failing.
+// With the lock held. The error that a failed kernel of that device has left.
 cudaError_t sticky_error(int device) {
   const Machine& m = machine();
   const auto one = m.broken_ones.find(device);
   return one == m.broken_ones.end() ? m.broken : one->second;
 }
 
-// With the lock held. Counts on to the failure that a test asked for.
+// With the lock held. Counts down to the failure that a test asked for.
 template <typename Failing>
 bool fails_now(std::optional<Failing>& failing) {
   if (!failing || failing->device.value_or(the_current_device) != the_current_device) return false;
@@ -113,7 +113,7 @@ bool fails_now(std::optional<Failing>& failing) {
   return true;
 }
 
-// What the real runtime leaves undefined: a crash there, if one is lucky.
+// What the real runtime leaves undefined: with luck, a crash there.
 [[noreturn]] void punish(std::string_view call, std::string_view what) {
   std::fprintf(stderr, "stand-in for CUDA: %.*s: %.*s\n", static_cast<int>(call.size()),
                call.data(), static_cast<int>(what.size()), what.data());
@@ -136,7 +136,7 @@ class Call {
     return error;
   }
 
-  // The stream, which a null one is on the current device.
+  // The stream; a null one is the current device's.
   [[nodiscard]] CUstream_st& stream(cudaStream_t stream) const {
     if (stream == nullptr) {
       CUstream_st*& legacy = machine().legacy[the_current_device];
@@ -151,7 +151,7 @@ class Call {
     return *event;
   }
 
-  // Waiting and asking are no work that a capture could record.
+  // A capture cannot record waits and queries.
   bool is_prohibited() {
     bool found = false;
     for (CUgraph_st* const capture : machine().captures) {
@@ -173,11 +173,11 @@ class Call {
     invalidate(*capture, error);
     return true;
   }
-  // To ask for what is captured, or for anything in a capture that forbids it.
+  // For a query of what is captured, or of anything during a capture that forbids it.
   bool may_not_ask(CUgraph_st* capture, cudaError_t error) {
     return is_captured(capture, error) || is_prohibited();
   }
-  // Into a stream: what is captured there is a node of a graph, which nobody launches here.
+  // For work into a stream: in a capture it becomes a node of a graph, which nothing launches here.
   cudaError_t captured_status(const CUgraph_st& capture) {
     return capture.is_invalid ? refuse(cudaErrorStreamCaptureInvalidated) : status_;
   }
@@ -187,13 +187,13 @@ class Call {
     return refuse(was_invalid ? cudaErrorStreamCaptureInvalidated : error);
   }
 
-  // The call's answer after `wait`, in which a kernel may fail.
+  // The call's result after `wait`, during which a kernel may fail.
   template <typename Wait>
   cudaError_t status_after(Wait wait) {
     lock_.unlock();
     wait();
     lock_.lock();
-    // Work that a failed kernel has ended is done before all calls know of the kernel.
+    // The work that a failed kernel has ended is done before every call reports the failure.
     machine().changed.wait(lock_, [] {
       return !machine().doomed.contains(the_current_device) ||
              sticky_error(the_current_device) != cudaSuccess;
@@ -231,8 +231,8 @@ void wait_as_told() {
   m.changed.wait(lock, [&m] { return m.standstills == 0; });
 }
 
-// Runs what a stream has come to, unless a kernel of the device has failed: behind it nothing does.
-// A kernel that fails ends all that runs on the device, before any call can tell.
+// Runs the stream's next work, unless a kernel of the device has failed, after which nothing runs.
+// A failing kernel ends everything that runs on the device before any call can report it.
 void run_on_device(int device, const std::string& name, const std::function<void()>& work) {
   Machine& m = machine();
   std::unique_lock lock(m.mutex);
@@ -257,7 +257,7 @@ void run_on_device(int device, const std::string& name, const std::function<void
   m.changed.notify_all();
 }
 
-// Memory that the device, or the host, has to find first: this may fail.
+// For memory that the device or the host has to find first, which may fail.
 bool find_memory(Call& call, std::size_t size) {
   ++machine().allocations;
   constexpr std::size_t kMostBytes = std::size_t{16} << 30U;
@@ -275,7 +275,7 @@ void* make_memory(std::size_t size) {
   return memory;
 }
 
-// Of memory that will be there when a graph is launched.
+// For memory that exists once a graph is launched.
 void* make_addresses(std::size_t size) {
   void* const begin = ::mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (begin == MAP_FAILED) throw std::bad_alloc();
@@ -457,7 +457,7 @@ cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
   return call.status();
 }
 
-// Does not wait: the thread goes when its work is done.
+// Does not wait: the thread ends when its work is done.
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   Call call("cudaStreamDestroy");
   CUstream_st* const stream = &call.stream(handle);
@@ -526,7 +526,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode mo
   return call.status();
 }
 
-// Nothing launches graphs here: what comes back is whether it is whole.
+// Nothing launches graphs here: the result is whether the capture is whole.
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   Call call("cudaStreamEndCapture");
   CUgraph_st* const capture = call.stream(handle).capture;

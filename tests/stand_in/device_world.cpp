@@ -12,7 +12,7 @@
 namespace hsdp::stand_in {
 namespace {
 
-// How the inner engine's call is run on the stream that the outer one is given.
+// Runs the inner engine's call on the stream that the outer engine is given.
 using Run = void (*)(Stream& stream, const std::function<void(Stream&)>& call);
 
 class MovedEngine : public test::EngineAround {
@@ -83,7 +83,7 @@ void enqueue_call(Stream& stream, const std::function<void(Stream&)>& call) {
     Stream now = Stream::inline_host();
     try {
       call(now);
-    } catch (const Error&) {  // the control connection knows it: every rank finds out there
+    } catch (const Error&) {  // the control connection knows of it: every rank learns of it there
     }
   });
 }

@@ -31,7 +31,7 @@ inline std::vector<ParameterSpec> parameters(Dtype dtype) {
           {.name = "scalar", .shape = {}, .dtype = dtype}};
 }
 
-// The body on every rank of a mesh on that GPU, whose collectives are the host's.
+// Runs the body on every rank of a mesh on that GPU, with the host's collectives.
 inline void run_gpu_mesh(MeshShape shape, const MeshBody& body, Device device = kGpu) {
   run_ranks(shape.size(), [&](Communicator& world) {
     const Mesh mesh(stand_in::on_device(world, device),
@@ -50,9 +50,8 @@ inline std::vector<RankResult> gpu_results(MeshShape shape,
   return results;
 }
 
-// Gradients' memory, which a stream writes, and which is filled with NaNs as soon as the Reducer
-// lets go of it: at once or in the order of the stream, as by an allocator that gives it to
-// somebody else.
+// Memory of gradients. A stream writes it, and it is filled with NaNs as soon as the Reducer
+// releases it: at once, or in stream order, as by an allocator that gives it to another owner.
 class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
  public:
   GradientMemory(Stream stream, KeptUntil kept_until)
@@ -63,7 +62,7 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
   GradientMemory(const GradientMemory&) = delete;
   GradientMemory& operator=(const GradientMemory&) = delete;
 
-  // Holds those bytes when the stream has come so far.
+  // Holds those bytes once the stream has come to it.
   [[nodiscard]] std::shared_ptr<const void> write(const void* data, std::size_t size) {
     const auto block = std::make_shared<Block>();
     const auto* const bytes = static_cast<const std::byte*>(data);
@@ -96,7 +95,7 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
         std::ranges::copy(block->other, block->memory.begin());
         return;
       }
-      Stream stream = stream_;  // a dropped step's may not be there yet
+      Stream stream = stream_;  // a dropped step's may not have one yet
       stream.run([&block, &stream] {
         copy_bytes(block->memory.data(), block->other.data(), block->other.size(), stream);
       });
@@ -104,7 +103,7 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
     });
   }
 
-  // Streams throw when nothing runs any more.
+  // Streams throw once nothing runs any more.
   template <typename Call>
   static void quietly(const Call& call) {
     try {
@@ -117,10 +116,10 @@ class GradientMemory : public std::enable_shared_from_this<GradientMemory> {
   KeptUntil kept_until_;
   std::mutex mutex_;
   std::vector<std::shared_ptr<Block>> blocks_;  // until the stream is done
-  InFlight in_flight_;                          // what else it still writes
+  InFlight in_flight_;                          // other memory that it still writes
 };
 
-// Registers a step's parameters, hands its gradients over, which come into being on the caller's
+// Registers a step's parameters, hands over its gradients, which are written on the caller's
 // stream, and reads its result there.
 class GpuRank {
  public:
@@ -141,7 +140,7 @@ class GpuRank {
   GpuRank& operator=(const GpuRank&) = delete;
 
   void begin(std::size_t m) { reducer_.begin_microbatch({.sync = step_.schedule[m]}); }
-  // Nothing where the step has a hole.
+  // Null if the step has no gradient there.
   void hand_over(std::size_t p, std::size_t m) {
     const auto& values = step_.gradients[p][m][rank_];
     if (!values) return;
@@ -170,7 +169,7 @@ class GpuRank {
     for (std::size_t m = 0; m < step_.schedule.size(); ++m) run_microbatch(m);
     if (step_.finish) reducer_.finish();
   }
-  // The result is there when the stream has come so far.
+  // The result is valid once the stream has come to it.
   void enqueue_read(RankResult& result) {
     result = {};
     for (const ParameterSpec& spec : step_.parameters) {
@@ -186,7 +185,7 @@ class GpuRank {
     try {
       enqueue_read(result);
     } catch (...) {
-      finish();  // the copies before
+      finish();  // of earlier copies
       throw;
     }
     stream_.synchronize();
@@ -196,7 +195,7 @@ class GpuRank {
     run();
     return read();
   }
-  // Waits for the caller's stream, whatever becomes of its work.
+  // Waits for the caller's stream, even if its work fails.
   void finish() noexcept {
     try {
       stream_.synchronize();

@@ -1,4 +1,4 @@
-// A library that claims to be an NCCL of some version and has no other call.
+// A library that claims to be some version of NCCL and has no other call.
 #include <cstdlib>
 
 extern "C" int ncclGetVersion(int* version) {

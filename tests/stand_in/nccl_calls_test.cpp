@@ -1,4 +1,4 @@
-// What a step asks of the CUDA runtime and of NCCL, counted on the stand-ins: a few calls for each
+// The calls of the CUDA runtime and of NCCL in a step, counted on the stand-ins: a few for each
 // bucket, however many parameters it has [Note: one launch for many gradients].
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -20,8 +20,8 @@ using Calls = std::map<std::string, std::int64_t>;
 
 constexpr std::int64_t kBucketElements = 4096;
 
-// Of rank 0 in a step of so many buckets, from its begin until everything was issued. Nothing gets
-// on meanwhile, so that no event is complete by chance.
+// Rank 0's calls in a step with that many buckets, from its begin until everything was issued. The
+// GPU stands still meanwhile, so that no event is complete by chance.
 Calls calls_of_step(MeshShape shape, int buckets, int parameters_in_each) {
   Calls calls;
   run_nccl_mesh(shape, [&](const Mesh& mesh) {
@@ -57,13 +57,13 @@ Calls calls_of_step(MeshShape shape, int buckets, int parameters_in_each) {
       run();
       Calls after = stand_in::call_counts(mesh.device().index);
       for (const auto& [name, earlier] : before) after[name] -= earlier;
-      // Whoever waits asks again and again, on threads whose device may be another one, and what
-      // the step before has left is given back.
+      // Waiting threads query again and again, perhaps with another device, and the memory of the
+      // previous step is returned.
       for (const char* const name : {"cudaEventQuery", "cudaSetDevice", "cudaEventDestroy"}) {
         after.erase(name);
       }
-      // Once for the first gradient of a bucket that is not launched yet, and for each event that
-      // is recorded on the stream: how often depends on which thread packs what waited for a slot.
+      // Once for the first gradient of a bucket that is not launched yet, and once for each event
+      // recorded on the stream. How often depends on which thread packs what waited for a slot.
       EXPECT_LE(after.extract("cudaStreamIsCapturing").mapped(), 5 * buckets);
       if (mesh.rank() == 0) calls = after;
       static_cast<void>(mesh.world().exchange("", "counted"));

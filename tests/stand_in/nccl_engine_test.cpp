@@ -1,4 +1,4 @@
-// What the NCCL engine asks of libnccl, and what it does beyond the contract of all engines.
+// What the NCCL engine calls in libnccl, and what it does beyond the contract of all engines.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -71,7 +71,7 @@ TEST(NcclEngine, NativeSumsAreNcclsInFp32) {
     world.reduce_scatter({.in = data.view(Dtype::kBf16),
                           .out = out.view(Dtype::kF32),
                           .reduction = Reduction::kNative});
-    // Sums of these are exact always.
+    // Sums of these are always exact.
     world.all_reduce({.data = data.view(Dtype::kI64), .reduction = Reduction::kNative});
     const CollectiveCounts counts = world.stats();
     EXPECT_EQ(counts[CollectiveKind::kAllReduce].bytes, 512 + 512);
@@ -83,7 +83,7 @@ TEST(NcclEngine, NativeSumsAreNcclsInFp32) {
   }
 }
 
-// Uneven rows travel as rows of the longest; what is between them must not come through.
+// Uneven rows are sent as rows of the longest length; the padding must not reach the output.
 TEST(NcclEngine, NativeReduceScatterTakesAnyCut) {
   run_nccl_ranks(3, [](Communicator& world) {
     const Device gpu = gpu_of(world.rank());

@@ -1,5 +1,5 @@
-// What goes wrong in NCCL, on a GPU or at a peer ends the world on every rank, with an error that
-// says why, and in time; the process goes on.
+// A failure in NCCL, on a GPU or at a peer ends the world on every rank, in time, with an error
+// that says why; the process continues.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -46,7 +46,7 @@ using Clock = std::chrono::steady_clock;
 constexpr ThreadRanksOptions kUnhurried{.timeout = milliseconds(20'000)};
 constexpr ThreadRanksOptions kImpatient{.timeout = milliseconds(400)};
 
-// What that throws: "TimeoutError: ...".
+// The error that the call throws: "TimeoutError: ...".
 std::string outcome_of(const std::function<void()>& body) {
   try {
     body();
@@ -77,14 +77,14 @@ std::vector<std::string> outcomes(int size, const RankBody& body,
   return texts;
 }
 
-// Data on a rank's GPU and the stream that uses it. A collective that throws may have enqueued a
-// part.
+// Data on a rank's GPU and the stream that uses it. A collective that throws may have enqueued some
+// of its work.
 struct OnGpu {
   explicit OnGpu(Device gpu) : data(gpu, 4096), stream(Stream::create(gpu, "caller")) {}
   ~OnGpu() {
     try {
       stream.synchronize();
-    } catch (const Error&) {  // what broke the stream was thrown to the test
+    } catch (const Error&) {  // the test has caught the error that broke the stream
     }
   }
   OnGpu(const OnGpu&) = delete;
@@ -104,7 +104,7 @@ void reduce_and_wait(Communicator& world, int bucket) {
   world.wait(gpu.stream.record());
 }
 
-// In the background, when the rank has made another call of NCCL.
+// In the background, once the rank has made another call of NCCL.
 void after_next_call(int rank, const std::function<void()>& act) {
   std::thread([=, before = nccl_stand_in().calls(rank).size()] {
     EXPECT_TRUE(soon([&] { return nccl_stand_in().calls(rank).size() > before; }));
@@ -112,7 +112,7 @@ void after_next_call(int rank, const std::function<void()>& act) {
   }).detach();
 }
 
-// What connecting with those GPUs ends with on each rank.
+// How connecting with those GPUs ends on each rank.
 std::vector<std::string> connect(int size, const std::function<Device(int rank)>& gpu) {
   std::vector<std::string> texts(static_cast<std::size_t>(size));
   const auto attempt = [&](Communicator& host) {
@@ -123,7 +123,7 @@ std::vector<std::string> connect(int size, const std::function<Device(int rank)>
   return texts;
 }
 
-// The rank's sum is enqueued, and waits, when the next call fails.
+// The rank's sum is enqueued and waits when the next call fails.
 TEST(NcclFailure, ACallThatThrowsUsesItsMemoryNoMore) {
   const auto texts = outcomes(2, [](Communicator& world) {
     const SharedMemory memory = world.allocate(64, Dtype::kF32);
@@ -145,7 +145,7 @@ TEST(NcclFailure, ACallThatThrowsUsesItsMemoryNoMore) {
     EXPECT_EQ(std::count(data, data + 64, -1.0F), 64);
     EXPECT_THAT(text, HasSubstr("cannot start a kernel"));
   });
-  EXPECT_EQ(texts[0], "nothing");  // rank 1 may have all that it needs
+  EXPECT_EQ(texts[0], "nothing");  // rank 1 may have everything it needs
 }
 
 TEST(NcclFailure, DifferentCallsAreNamedBeforeDataMoves) {
@@ -198,7 +198,7 @@ TEST(NcclFailure, APeerThatDoesNotCallIsNamed) {
   for (const std::size_t waiting : {0, 2}) {
     EXPECT_THAT(texts[waiting], HasSubstr("TimeoutError: all_reduce of bucket 5"));
   }
-  // Aborted in the background: the next test counts its own.
+  // Aborted in the background: the next test counts its own calls.
   EXPECT_TRUE(soon([] { return nccl_stand_in().communicators() == 0; }));
 }
 
@@ -223,7 +223,7 @@ TEST(NcclFailure, AGpuThatHangsIsATimeoutAndEverythingIsAborted) {
 
 TEST(NcclFailure, AnAbortThatHangsHoldsNobodyUp) {
   const auto start = Clock::now();
-  std::vector<Buffer> memory(2);  // the GPU still uses it when its ranks have given up
+  std::vector<Buffer> memory(2);  // the GPU still uses it after its ranks have given up
   const auto texts = outcomes(
       2,
       [&memory](Communicator& world) {
@@ -244,7 +244,7 @@ TEST(NcclFailure, AnAbortThatHangsHoldsNobodyUp) {
   for (int rank = 0; rank < 2; ++rank) Stream::borrow(gpu_of(rank), nullptr).synchronize();
 }
 
-// Neither closing a Reducer nor the end of its last step waits for the GPU for long.
+// Neither closing a Reducer nor the end of its last step waits long for the GPU.
 TEST(NcclFailure, AnAbortThatHangsHoldsNoReducerUp) {
   std::latch closed(2);
   std::latch released(1);
@@ -275,7 +275,7 @@ TEST(NcclFailure, AnAbortThatHangsHoldsNoReducerUp) {
         }
         const auto start = Clock::now();
         reducer->close();
-        reducer.reset();  // its memory stays, which the GPU writes to when it goes on
+        reducer.reset();  // its memory stays, as the GPU writes to it when it continues
         EXPECT_LT(Clock::now() - start, std::chrono::seconds(40));
         closed.arrive_and_wait();
         if (world.rank() == 0) {
@@ -352,7 +352,7 @@ TEST(NcclFailure, AGatherThatWasAbortedIsNotTakenForDone) {
         static_cast<void>(gather.start(1, {}));
         EXPECT_THROW(gather.wait(1), TimeoutError);
         EXPECT_THROW(gather.wait(1), TimeoutError);
-        EXPECT_NO_THROW(gather.wait(0));  // came before
+        EXPECT_NO_THROW(gather.wait(0));  // it came before the failure
         control_of(world)->throw_if_failed();
       },
       kImpatient);
@@ -392,7 +392,7 @@ TEST(NcclFailure, AWorldThatEndsElsewhereEndsWhatTheGpuDoes) {
   EXPECT_THAT(texts, Each(AllOf(HasSubstr("RankError"), HasSubstr("the test wants it"))));
 }
 
-// An abort completes what hung, with data that nobody sent.
+// An abort completes hanging work, with data that no rank sent.
 TEST(NcclFailure, AWaitThatBeginsAfterTheFailureThrowsIt) {
   const auto texts = outcomes(2, [](Communicator& world) {
     nccl_stand_in().hang(0);
@@ -408,7 +408,7 @@ TEST(NcclFailure, AWaitThatBeginsAfterTheFailureThrowsIt) {
 
 struct Collective {
   std::string name;
-  // In place on `data`, of 8 f32 on each of two ranks; returns what of it the peers sent.
+  // In place on `data`, 8 f32 on each of two ranks. Returns the part that the peers sent.
   std::function<TensorView(Communicator&, TensorView data, const Flag& nonfinite, Stream&)> run;
 };
 
@@ -418,7 +418,7 @@ std::ostream& operator<<(std::ostream& out, const Collective& collective) {
 
 class Aborted : public ::testing::TestWithParam<Collective> {};
 
-// The optimizer that reads the result on the GPU must not take garbage for it.
+// An optimizer that reads the result on the GPU must not take garbage for it.
 TEST_P(Aborted, WhatThePeersDidNotSendIsNaN) {
   const auto texts = outcomes(2, [](Communicator& world) {
     constexpr std::int64_t kCount = 8;
@@ -530,7 +530,7 @@ TEST_P(WithSharedGpu, IsRefusedUnlessSomebodyAskedForIt) {
 INSTANTIATE_TEST_SUITE_P(Variables, WithSharedGpu,
                          ::testing::Values("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"));
 
-// Tells the others of another version than this rank has.
+// Tells the other ranks a different version than this rank's.
 class OlderControl : public StageControl {
  public:
   using StageControl::StageControl;

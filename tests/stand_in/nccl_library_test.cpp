@@ -1,4 +1,5 @@
-// Which libnccl is opened, and what is said when it is none, too old or something else.
+// Which libnccl is opened, and what the error says if there is none, or if it is too old or
+// something else.
 #include "hsdp/comm/nccl/nccl_library.h"
 
 #include <gmock/gmock.h>
@@ -39,7 +40,7 @@ TEST_F(NcclLibraryTest, IsTheOneThatTheVariableNames) {
   EXPECT_TRUE(library->can_revoke());
 }
 
-// It would be read by whoever else uses NCCL in the process.
+// Any other user of NCCL in the process would read it.
 TEST_F(NcclLibraryTest, LeavesTheEnvironmentAlone) {
   static_cast<void>(NcclLibrary::open());
   EXPECT_EQ(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT"), nullptr);

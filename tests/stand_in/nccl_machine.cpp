@@ -61,7 +61,7 @@ void Machine::reset() {
   failing_call.reset();
   log.clear();
   abort_count = revoke_count = race_count = 0;
-  for (ncclComm_t const comm : comms) comm->member->launching = -1;  // of a job that is over
+  for (ncclComm_t const comm : comms) comm->member->launching = -1;  // of a job that has ended
 }
 
 void Machine::set_error(int rank, int result) {
@@ -103,7 +103,7 @@ int Machine::enrolled() const {
 
 namespace {
 
-// The ops of one group on one rank. Every wait ends when the rank's communicator does.
+// The ops of one group on one rank. Every wait ends when the rank's communicator ends.
 class Run {
  public:
   Run(Member& member, const std::vector<Op>& ops)
@@ -119,13 +119,13 @@ class Run {
  private:
   template <typename Ready>
   bool wait(Ready ready) {
-    constexpr std::chrono::milliseconds kPeriod{2};  // of looking at the device
+    constexpr std::chrono::milliseconds kPeriod{2};  // how often the device is looked at
     const auto has_ended = [this] { return member_.ended || is_broken(member_.device); };
     while (!ready() && !has_ended()) m_.changed.wait_for(lock_, kPeriod);
     return ready() && !has_ended();
   }
 
-  // Whether all of it has come and gone.
+  // Whether everything has been sent and received.
   bool move() {
     if (!wait([this] { return !m_.hanging.contains(member_.world_rank); })) return false;
     for (const Op& op : ops_) send(op);
@@ -139,7 +139,8 @@ class Run {
     return all_taken;
   }
 
-  // What an aborted kernel leaves in its outputs. What it sends in place it does not write.
+  // What an aborted kernel leaves in its outputs. It does not write the part that it sends in
+  // place.
   void ruin() {
     for (const Op& op : ops_) {
       const bool has_all = op.kind == Op::Kind::kGather;
@@ -193,7 +194,7 @@ class Run {
     Mail& mail = member_.clique->mail[{from, member_.rank}];
     if (!wait([&] { return !mail.empty() && !is_broken(mail.front()->device); })) return false;
     const std::shared_ptr<Message> message = mail.front();
-    // One side writes to the other's memory, which waits for messages through a buffer of NCCL's.
+    // One side writes to the other's memory, which receives messages through a buffer of NCCL.
     if (of_two && message->enrolled != member_.is_enrolled(to)) return wait([] { return false; });
     mail.pop_front();
     if (message->bytes == bytes) {
@@ -233,7 +234,7 @@ class Run {
     return false;
   }
 
-  // Sums in descending rank: another order than the exact one's.
+  // Sums in descending rank, unlike the exact sum.
   bool reduce(const Op& op, const char* own) {
     std::vector<std::vector<float>> rows(static_cast<std::size_t>(size()),
                                          std::vector<float>(op.bytes / sizeof(float)));
@@ -247,7 +248,7 @@ class Run {
     for (std::size_t r = rows.size() - 1; r-- > 0;) {
       for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += rows[r][i];
     }
-    // Peers may still read the input, which the output may be.
+    // Peers may still read the input, which may also be the output.
     writes_.emplace_back([sum, out = op.out] {
       if (!sum.empty()) std::memcpy(out, sum.data(), sum.size() * sizeof(float));
     });

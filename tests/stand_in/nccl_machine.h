@@ -40,8 +40,8 @@ struct Clique {
   std::map<std::pair<int, int>, std::shared_ptr<Clique>> children;  // call, color
 };
 
-// A communicator as one rank sees it. Enqueued work shares it. A host thread that is in one of its
-// calls, or has it in an open group, is one of its users.
+// A communicator as one rank sees it; enqueued work shares it. Its users are the host threads that
+// are in one of its calls or have it in an open group.
 struct Member {
   std::shared_ptr<Clique> clique;
   int rank = 0;
@@ -63,7 +63,7 @@ struct Member {
 
 struct Op;
 
-// What a group enqueued on one stream, until it has run or been dropped: NCCL uses that memory.
+// What a group has enqueued on one stream, until it has run or been dropped: NCCL uses that memory.
 class Transfer {
  public:
   // With the lock held.
@@ -97,7 +97,7 @@ class Machine : public NcclStandIn {
   [[nodiscard]] int races() const override;
 
   [[nodiscard]] std::shared_ptr<Clique> new_clique(int size);
-  // With the lock held: how that call ends, and whether it says so late.
+  // With the lock held: how that call ends, and whether it reports that late.
   struct Ending {
     ncclResult_t result = ncclSuccess;
     bool late = false;

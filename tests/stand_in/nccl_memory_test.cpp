@@ -50,7 +50,7 @@ class Values {
   TensorView view_;
 };
 
-// Memory of the same kind on both sides is the contract's.
+// The contract covers memory of the same kind on both sides.
 class NcclMemoryKinds : public ::testing::TestWithParam<bool> {};
 
 TEST_P(NcclMemoryKinds, MoveInEveryCollective) {
@@ -118,7 +118,7 @@ TEST(NcclMemory, ThatOneRankCannotRegisterIsRegisteredNowhere) {
     if (world.rank() == 1) refuse_registration(1);
     static_cast<void>(world.exchange("", "refuse"));
     const Values row(world, false, 4);
-    world.reduce_scatter(before.view(), row.view());  // needs work memory like it
+    world.reduce_scatter(before.view(), row.view());  // needs work memory of the same kind
     EXPECT_EQ(row[0], 3.0 + 3.0 * 4 * world.rank());
     static_cast<void>(world.exchange("", "look"));
     EXPECT_EQ(nccl_stand_in().enrolled(), 0);
@@ -145,7 +145,7 @@ TEST(NcclMemory, ThatRunsOutOnOneRankIsAnErrorOfAllAndTheyGoOn) {
   });
 }
 
-// What was not reserved is taken before anybody begins.
+// Memory that was not reserved is allocated before any rank begins.
 TEST(NcclMemory, ThatACallFindsMissingIsAnErrorOfAllAndTheyGoOn) {
   run_nccl_ranks(kRanks, [](Communicator& world) {
     Stream stream = Stream::create(gpu_of(world.rank()), "caller");
@@ -165,7 +165,7 @@ TEST(NcclMemory, ThatACallFindsMissingIsAnErrorOfAllAndTheyGoOn) {
   });
 }
 
-// Whole slices, which no rank has where results are cut over the replicas.
+// Whole slices, which no rank has when results are cut over the replicas.
 TEST(NcclMemory, ThatASnapshotFindsMissingOnOneRankIsAnErrorOfAllAndTheyGoOn) {
   const TemporaryDirectory folder;
   const StepCase step = random_step({{.name = "w", .shape = {4096}}}, 2, {Sync::kAll}, 0);
@@ -211,7 +211,7 @@ TEST(NcclMemory, ThatWasReservedIsAllThatCallsNeed) {
   }
 }
 
-// A bucket goes from registered staging to registered work memory.
+// A bucket is sent from registered staging to registered work memory.
 TEST(NcclMemory, OfAReducersShardHopIsRegisteredOnBothSides) {
   const StepCase step = random_step(parameters(Dtype::kBf16), 4, {Sync::kShard, Sync::kAll}, 61);
   const auto results = nccl_results(kSquare, [&](const Mesh& mesh) {
@@ -219,7 +219,7 @@ TEST(NcclMemory, OfAReducersShardHopIsRegisteredOnBothSides) {
     Reducer reducer(mesh, {.bucket_bytes = kSmallBuckets});
     RankResult result = GpuRank(reducer, step, mesh).run_step();
     static_cast<void>(world.exchange("", "step"));
-    constexpr int kOfARank = 3;  // two slots and what is received
+    constexpr int kOfARank = 3;  // two slots and the received rows
     EXPECT_GE(nccl_stand_in().enrolled(), kOfARank * world.size());
     static_cast<void>(world.exchange("", "looked"));
     return result;

@@ -79,7 +79,7 @@ TEST(NcclOrder, ACollectiveAfterAMicrobatchComesAfterItsHops) {
     EXPECT_EQ(value[3], 64.0F);
   });
   for (int rank = 0; rank < 4; ++rank) {
-    // Hops are of two ranks; the collective's calls, which are of four, come together.
+    // A hop has two ranks. The collective has four, whose calls come together.
     int blocks = 0;
     int last = 2;
     for (const NcclCall& call : nccl_stand_in().calls(rank)) {
@@ -105,7 +105,7 @@ struct TwoSteps {
   Missing missing = Missing::kError;  // in the first
 };
 
-// Both have the bits of the reference after what the body does.
+// Both Reducers have the reference's bits after the body.
 void run_two_reducers(MeshShape shape, const TwoSteps& steps,
                       const std::function<void(const TwoReducers&)>& body) {
   ReducerOptions options{.bucket_bytes = kSmallBuckets};
@@ -133,8 +133,7 @@ TwoSteps large_steps(int ranks, std::uint64_t seed) {
   return {step("a"), step("b")};
 }
 
-// The order of two Reducers whose blocks overlap, with gradients that come in another order on each
-// rank.
+// The order of two Reducers whose blocks overlap, with gradients in a different order on each rank.
 TEST(NcclOrder, OverlappingReducersIssueInOneOrderOnEveryRank) {
   const LaunchOrderCounts counts;
   constexpr std::size_t kParameters = 6;
@@ -162,8 +161,8 @@ TEST(NcclOrder, OverlappingReducersIssueInOneOrderOnEveryRank) {
       }
     }
   });
-  // Communicators are numbered by the library; ranks of one shard group share theirs, and what
-  // differs is told apart by first use in one order.
+  // The library numbers communicators, and the ranks of a shard group share theirs. Names by first
+  // use make the order comparable.
   std::vector<std::vector<std::string>> orders;
   for (int rank = 0; rank < 4; ++rank) {
     orders.push_back(groups_of(rank, names_by_use(rank, {"w", "x", "y", "z"})));
@@ -172,7 +171,7 @@ TEST(NcclOrder, OverlappingReducersIssueInOneOrderOnEveryRank) {
   EXPECT_GT(orders[0].size(), 60U);
 }
 
-// A block inside another one, and a block that ends while the other has not got a gradient yet.
+// A block inside another one, and a block that ends before the other has got a gradient.
 TEST(NcclOrder, BlocksMayNestAndEndInAnyOrder) {
   run_two_reducers({1, 2}, large_steps(2, 21), [](const TwoReducers& two) {
     for (const bool first_begins : {true, false}) {
@@ -186,8 +185,8 @@ TEST(NcclOrder, BlocksMayNestAndEndInAnyOrder) {
   });
 }
 
-// One rank reads what the second Reducer gives before it hands anything to the first, whose buckets
-// the others have ready and would send first.
+// One rank reads the second Reducer's result before it hands anything to the first, whose buckets
+// the other ranks have ready and would send first.
 TEST(NcclOrder, ARankMayFinishWithOneReducerBeforeItBeginsWithAnother) {
   const LaunchOrderCounts counts;
   run_two_reducers({1, 3}, large_steps(3, 31), [](const TwoReducers& two) {
@@ -208,8 +207,8 @@ TEST(NcclOrder, ARankMayFinishWithOneReducerBeforeItBeginsWithAnother) {
   });
 }
 
-// A bucket without gradients on one rank leaves there at the microbatch's end, long after the
-// others have it ready.
+// A bucket without gradients on one rank is sent there at the end of the microbatch, long after the
+// other ranks have it ready.
 TEST(NcclOrder, ABucketThatIsAHoleOnOneRankHoldsUpNoOtherReducer) {
   StepCase holes =
       random_step({{.name = "unused", .shape = {1024}}, {.name = "used", .shape = {1024}}}, 2,
@@ -227,8 +226,8 @@ TEST(NcclOrder, ABucketThatIsAHoleOnOneRankHoldsUpNoOtherReducer) {
   });
 }
 
-// Steps of two Reducers, one within the other, that ranks repeat without asking. Now and then one
-// rank alone has holes in the outer one, or reads the inner one's result first.
+// Steps of two Reducers, one inside the other, that ranks repeat without asking. Now and then one
+// rank alone misses gradients in the outer one, or reads the inner one's result first.
 TEST(NcclOrder, NestedReducersRepeatTheirOrder) {
   StepCase holes = random_step({{.name = "a", .shape = {1024}},
                                 {.name = "b", .shape = {1024}},
@@ -259,7 +258,8 @@ TEST(NcclOrder, NestedReducersRepeatTheirOrder) {
   EXPECT_THAT(messages, ::testing::Each(5)) << "2 words, 2 bits, who had gradients of the first";
 }
 
-// Then the ranks have other tasks in other places, and the status word still says what is wrong.
+// The ranks then have different tasks at the same places, and the status word still says what is
+// wrong.
 TEST(NcclOrder, RanksThatDisagreeAboutTheirSyncAreToldSo) {
   const TwoSteps steps = large_steps(2, 51);
   for (const int odd : {0, 1}) {

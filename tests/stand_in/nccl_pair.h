@@ -1,5 +1,5 @@
-// Two ranks of one process that call libnccl's stand-in through NcclLibrary, each with a GPU, a
-// stream and memory to send from and receive to.
+// Two ranks of one process that call the stand-in for libnccl through NcclLibrary. Each has a GPU,
+// a stream, and memory to send from and receive into.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -32,9 +32,9 @@ class NcclPair : public ::testing::Test {
   Rank& first() { return ranks_[0]; }
   Rank& second() { return ranks_[1]; }
 
-  // New communicators of the two, in place of those that were.
+  // New communicators for both, in place of the old ones.
   void connect();
-  // A communicator of the first rank's device alone.
+  // A communicator that only the first rank's device is in.
   [[nodiscard]] comm::NcclHandle alone();
   void settle() {
     for (Rank& rank : ranks_) settle(rank.comm);

@@ -1,5 +1,5 @@
-// Planned calls: compared with the peers' the first time, made without a message from then on, and
-// what differs is found all the same.
+// Planned calls: compared with the peers' the first time, made without a message from then on;
+// differences are found all the same.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -35,7 +35,7 @@ using ::testing::AllOf;
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
 
-// Buckets that are many; ThreadSanitizer makes each slow.
+// Many buckets; fewer under ThreadSanitizer, which makes each slow.
 #if defined(__SANITIZE_THREAD__)
 constexpr int kMany = 40;
 #else
@@ -57,7 +57,7 @@ struct OnGpu {
   ~OnGpu() {
     try {
       stream.synchronize();
-    } catch (const Error&) {  // was thrown to the test
+    } catch (const Error&) {  // it was thrown to the test
     }
   }
   OnGpu(const OnGpu&) = delete;
@@ -87,7 +87,7 @@ TEST(NcclPlanned, CallsSendNothingFromTheSecondTimeOn) {
       world.all_to_all(gpu.rows(300), gpu.sums(300), gpu.stream, std::nullopt, {3, true});
     };
     round(1.0);
-    std::vector<std::int64_t> sent;  // a rank that has to wait for seconds tells of it
+    std::vector<std::int64_t> sent;  // a rank that has to wait for seconds tells the others
     for (const double divisor : {1.0, 2.0, 3.0, 4.0}) {
       const std::int64_t before = messages_of(world);
       round(divisor);
@@ -102,8 +102,8 @@ TEST(NcclPlanned, CallsSendNothingFromTheSecondTimeOn) {
   });
 }
 
-// Which of four calls, that all ranks have made twice, a rank makes once more. 11 is call 1 with
-// one element more, and 101 the same in bf16.
+// All ranks have made four calls twice. Says which of them a rank makes once more: 11 is call 1
+// with one element more, and 101 is call 1 in bf16.
 using Calls = std::vector<int>;
 
 AllReduce call_of(const OnGpu& gpu, int number) {
@@ -160,7 +160,7 @@ TEST(NcclPlanned, WhatDiffersOnOneRankIsNamedOnAll) {
   }
 }
 
-// The word, the bit for found_inf and nothing else.
+// The word, the bit for found_inf, and nothing else.
 TEST(NcclPlanned, AStepSendsAsMuchForManyBucketsAsForFew) {
   std::map<int, std::vector<std::int64_t>> messages;  // by number of buckets
   for (const bool quantizes : {false, true}) {
@@ -197,9 +197,9 @@ TEST(NcclPlanned, AStepSendsAsMuchForManyBucketsAsForFew) {
   }
 }
 
-// Two Reducers, one with LoCo, and gathers of parameters beside them; with `units`, stage 3's, too.
-// How many messages this rank sent by the end of each step. A rank that is held up for long asks
-// again.
+// Two Reducers, one with LoCo, and gathers of parameters beside them; with `units` also those of
+// stage 3. Returns how many messages this rank had sent by the end of each step. A rank that is
+// held up for long asks again.
 std::vector<std::int64_t> messages_of_lanes(const Mesh& mesh, int count, int steps,
                                             bool has_units) {
   ReducerOptions options{.reduce_dtype = Dtype::kF32, .bucket_bytes = 256};
@@ -258,7 +258,7 @@ std::vector<std::int64_t> messages_of_lanes(const Mesh& mesh, int count, int ste
   return after;
 }
 
-// The fewest in one of the last steps, on each rank.
+// On each rank, the fewest messages in one of the last steps.
 std::vector<std::int64_t> fewest_messages(int count, bool has_units) {
   const int steps = has_units ? 12 : 6;
   std::vector<std::int64_t> fewest(4);
@@ -273,7 +273,7 @@ std::vector<std::int64_t> fewest_messages(int count, bool has_units) {
   return fewest;
 }
 
-// From the fourth step on: two whole steps have been alike then.
+// From the fourth step on, when two whole steps have been alike.
 TEST(NcclPlanned, LanesSendAsMuchForManyBucketsAsForFew) {
   for (const int count : {4, kMany}) {
     EXPECT_THAT(fewest_messages(count, false), ::testing::Each(6)) << "4 words, 2 bits";
@@ -288,8 +288,8 @@ TEST(NcclPlanned, UnitsSendAsMuchForManyAsForFew) {
   }
 }
 
-// One replica reduces the second bucket before the first one, and both are of one size: without a
-// look at the calls each would get sums of the other, and nobody would know.
+// One replica reduces the second bucket before the first, and both have the same size: without a
+// comparison of calls each replica would get sums of the other bucket, and no rank would notice.
 class InOtherOrder : public ReplicaHop {
  public:
   explicit InOtherOrder(bool turns) : turns_(turns) {}
@@ -436,7 +436,7 @@ TEST(NcclPlanned, RowsOfOtherSumsAreFoundAtTheBackwardsEnd) {
                           HasSubstr("expected the same collectives of its buckets or rows"));
 }
 
-// Drops, what finish() reduces and other parameters leave the ranks' calls equal.
+// After drops, sums reduced by finish(), and other parameters the ranks' calls are still equal.
 TEST(NcclPlanned, RowsGoOnAfterDropsFinishesAndOtherParameters) {
   for (const bool quantizes : {false, true}) {
     run_nccl_mesh({2, 1}, [&](const Mesh& mesh) {
@@ -450,7 +450,7 @@ TEST(NcclPlanned, RowsGoOnAfterDropsFinishesAndOtherParameters) {
       for (int round = 0; round < 3; ++round) {
         step();
         reducer.set_requires_all_reduce(false, all);
-        if (mesh.world().rank() == 0) {  // the other one has no gradient of that module
+        if (mesh.world().rank() == 0) {  // the other rank has no gradient of that module
           reducer.keep(1, {.values = rows.memory.view(Dtype::kF32)}, rows.stream);
         }
         reducer.set_requires_all_reduce(true, all);

@@ -14,13 +14,13 @@
 namespace hsdp::test {
 
 [[nodiscard]] stand_in::NcclStandIn& nccl_stand_in();
-// From now on ncclCommRegister of that rank fails.
+// From now on that rank's ncclCommRegister fails.
 void refuse_registration(int rank);
-// Waits until it holds, for ten seconds at most. Whether it does.
+// Waits for ten seconds at most until it holds. Returns whether it does.
 [[nodiscard]] bool soon(const std::function<bool()>& holds);
-// What every run of ranks here ends with.
+// What every run of ranks in this file ends with.
 void expect_no_race();
-// While it lives, NCCL_LAUNCH_ORDER_IMPLICIT is 1 and launches on one device must not race.
+// While it lives, NCCL_LAUNCH_ORDER_IMPLICIT is 1, and launches on one device must not race.
 class LaunchOrderCounts {
  public:
   LaunchOrderCounts();
@@ -32,8 +32,8 @@ class LaunchOrderCounts {
 [[nodiscard]] Mesh mesh_of(const Communicator& world, MeshShape shape);
 [[nodiscard]] std::shared_ptr<comm::Control> control_of(const Communicator& world);
 
-// try_ranks() with a world of the NCCL engine; makes the stand-in forget earlier tests first, and
-// then tells it what `prepare` does.
+// try_ranks() with a world of the NCCL engine. First makes the stand-in forget earlier tests and
+// then runs `prepare`, which configures it.
 [[nodiscard]] std::vector<std::exception_ptr> try_nccl_ranks(
     int size, const RankBody& body, const ThreadRanksOptions& options = {},
     const std::function<void()>& prepare = {});

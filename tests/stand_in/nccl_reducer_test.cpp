@@ -142,7 +142,8 @@ TEST_P(OnNccl, NativeSumsOfIntegersAreExactToo) {
           EXPECT_TRUE(call.name != "send" && call.name != "recv") << call.name;
           native += call.name == "reduce_scatter" || call.name == "all_reduce" ? 1 : 0;
         }
-        // Of rows without elements, which a rank without a whole parameter in a bucket has, none.
+        // Rows without elements, which a rank without any whole parameter in a bucket has, need no
+        // memory.
         std::int64_t empty_rows = 0;
         const BucketLayout& placed = reducer.layout();
         for (int b = 0; b < std::ssize(placed.buckets()); ++b) {
@@ -182,7 +183,7 @@ TEST_P(OnNccl, TheHostDoesNotWaitForTheGpu) {
   expect_reference(results, step, {}, shape, "standing still");
 }
 
-// Every seventh case: the host's test runs all of them.
+// Every seventh case, as the host's test runs all of them.
 TEST_P(OnNccl, ADroppedStepLeavesAllRanksUsable) {
   const MeshShape shape = GetParam();
   const StepCase step = random_step({{.name = "a", .shape = {13, 5}}, {.name = "b", .shape = {70}}},
@@ -223,7 +224,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, OnNccl,
                                            MeshShape{1, 3}, MeshShape{1, 1}),
                          ::testing::PrintToStringParamName());
 
-// The issuing thread must not wait for what it is to issue itself.
+// The issuing thread must not wait for something that it has to issue itself.
 TEST(NcclGatherLane, ATaskMayComeAfterThatOfAnotherLane) {
   run_nccl_mesh({1, 2}, [](const Mesh& mesh) {
     Reducer reducer(mesh);
@@ -249,7 +250,7 @@ TEST(NcclGatherLane, ATaskMayComeAfterThatOfAnotherLane) {
 
 TEST(NcclGatherLane, AnErrorInATaskReachesAllRanksWithItsText) {
   const StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
-  // A peer's GPU may still read it when its rank has given up.
+  // A peer's GPU may still read it after the peer has given up.
   std::vector<std::vector<float>> memory(4, std::vector<float>(2));
   run_nccl_mesh(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh);
@@ -306,7 +307,7 @@ TEST(NcclReducerFailure, AHopThatHangsIsNamedAndTheLastResultStays) {
   expect_reference(before, step, {}, kSquare, "before");
 }
 
-// The host knows of no failure yet when it enqueues what reads the result.
+// The host does not know of the failure yet when it enqueues work that reads the result.
 TEST(NcclReducerFailure, AResultOfAnAbortedHopIsNaN) {
   const StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 4, 1, 3);
   for (const int hanging : {0, 3}) {
@@ -374,7 +375,7 @@ class HeldHop final : public ReplicaHop {
   PlainHop plain_;
 };
 
-// A hop that a peer aborted looks to this rank's device like one that came to its end.
+// To this rank's device, a hop that a peer aborted looks like one that has ended.
 TEST(NcclReducerFailure, AResultThatAPeerDoesNotHaveIsNone) {
   const StepCase step = integer_step({{.name = "w", .shape = {4096}}}, 2, 1, 3);
   const auto rest = std::make_shared<HostEvent>();  // of rank 1's device
@@ -401,7 +402,7 @@ TEST(NcclReducerFailure, AResultThatAPeerDoesNotHaveIsNone) {
   });
 }
 
-// A thread cannot be started on one rank: no rank has a Reducer, and the next attempt is right.
+// One rank cannot start a thread: no rank has a Reducer, and the next attempt succeeds.
 TEST(NcclReducerSetUp, FailsOnAllRanksAndMayBeTriedAgain) {
   const StepCase step = random_step(parameters(Dtype::kF32), 4, {Sync::kAll}, 9);
   const auto results = nccl_results(kSquare, [&](const Mesh& mesh) {
@@ -425,14 +426,14 @@ TEST(NcclReducerSetUp, FailsOnAllRanksAndMayBeTriedAgain) {
   expect_reference(results, step, {}, kSquare, "after failures");
 }
 
-// A GPU reads a row by 16 bytes at a time where it lies as the bucket does.
+// A GPU reads 16 bytes of a row at a time if the row is aligned like the bucket.
 TEST(NcclReducer, TellsWhatLiesMisaligned) {
   struct Case {
     Layout layout;
     Shape first;                        // of the parameters, before one of 640 elements
     std::array<std::int64_t, 2> bytes;  // by shard rank
   };
-  // An odd size before it puts the second parameter, and rank 1's rows, on odd places.
+  // An odd size before it puts the second parameter, and rank 1's rows, at odd places.
   const std::array<Case, 4> cases{{{Layout::kFlat, {64}, {0, 0}},
                                    {Layout::kFlat, {3}, {1280, 1280 + 642}},
                                    {Layout::kDim0, {2, 32}, {0, 0}},
@@ -460,7 +461,7 @@ TEST(NcclReducer, CountsWhatKernelsAndCollectivesWorkIn) {
     EXPECT_EQ(reducer.stats().scratch_bytes, 0);
     static_cast<void>(rank.run_step());
     const ReducerStats stats = reducer.stats();
-    // At least the peer's row of a bucket and of a shard, to be summed with this rank's own.
+    // At least the peer's row of a bucket and of a shard, which are summed with this rank's rows.
     EXPECT_GE(stats.scratch_bytes, kSmallBuckets / 2 + kSmallBuckets / 4);
     EXPECT_GE(stats.resident_bytes, stats.scratch_bytes + stats.carry_bytes + stats.staging_bytes);
     static_cast<void>(rank.run_step());
@@ -489,8 +490,8 @@ TEST(NcclReducer, NonfiniteValuesAreFoundOnEveryRank) {
   }
 }
 
-// A stream of the caller's, as a framework has one, which rank 0 captures into a graph during one
-// of the calls. The Reducer refuses that call, the capture stays whole, and the next step is right.
+// A stream of the caller, such as a framework's, that rank 0 captures into a graph during one of
+// the calls. The Reducer refuses that call, the capture stays whole, and the next step is right.
 using CaptureBody = std::function<void(Reducer&, GpuRank&, Stream& captured, int rank)>;
 void run_during_a_capture(const CaptureBody& body) {
   const StepCase step = random_step(parameters(Dtype::kF32), 2, {Sync::kAll}, 17);
@@ -541,7 +542,8 @@ TEST(NcclReducerCapture, RefusesAGradientAndDropsTheStep) {
   });
 }
 
-// A stream is asked once a bucket, and what begins later is found when the bucket is launched.
+// A stream is asked once for each bucket. A capture that begins later is found when the bucket is
+// launched.
 TEST(NcclReducerCapture, IsFoundWhereItBeginsWithinABucket) {
   run_nccl_mesh({1, 2}, [](const Mesh& mesh) {
     const Stream theirs = Stream::create(mesh.device(), "theirs");

@@ -1,5 +1,5 @@
-// What the stand-in for libnccl refuses and punishes, each with where the real one does so: source
-// files of NCCL 2.28.9, or its User Guide (UG).
+// What the stand-in for libnccl refuses or punishes, and where the real one does so: source files
+// of NCCL 2.28.9, or its User Guide (UG).
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -158,7 +158,7 @@ TEST_F(NcclRules, TwoThreadsInCallsOnOneCommunicatorRace) {
   expected_races_ = 1;
 }
 
-// The same, of calls that take but a moment.
+// The same, for calls that take only a moment.
 TEST_F(NcclRules, TwoThreadsThatCallAtOnceAreFound) {
   std::atomic<bool> over = false;
   std::thread other([&] {
@@ -268,7 +268,7 @@ TEST_F(NcclRulesDeathTest, MemoryOfATransferIsNotTakenAway) {
       "ncclMemFree: memory that a transfer uses");
 }
 
-// The same: what is over, and what is another's, may go.
+// The same: memory of finished transfers and of other communicators may be freed.
 TEST_F(NcclRules, MemoryThatNoTransferUsesIsTakenAway) {
   void* const enrolled = library_->enroll(first().comm, first().received, kBytes);
   send_one();
@@ -304,7 +304,7 @@ TEST_F(NcclRules, AStreamOfAnotherDeviceIsRefused) {
       ThrowsMessage<NcclError>(HasSubstr("end a group")));
 }
 
-// UG, ncclCommAbort: what had not come has not come; what the outputs hold is anybody's guess.
+// UG, ncclCommAbort: what had not arrived is lost, and the contents of the outputs are undefined.
 TEST_F(NcclRules, AnAbortedReceiveLeavesGarbage) {
   std::memset(second().received, 0, kBytes);
   receive();

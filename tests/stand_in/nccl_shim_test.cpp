@@ -1,5 +1,5 @@
-// The shim over libnccl says by name which rule of NCCL a program breaks, and finds nothing in what
-// the library does. Under it is the stand-in for libnccl.
+// The shim over libnccl names the rule of NCCL that a program breaks, and finds nothing wrong in
+// what the library does. The stand-in for libnccl lies under it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -40,8 +40,8 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using Lines = std::vector<std::string>;
 
-// The engine opens the shim, and the shim the stand-in. It reads its environment once, so all tests
-// share a folder of traces; a death test's process has it from its parent.
+// The engine opens the shim, and the shim opens the stand-in. It reads its environment once, so all
+// tests share a folder of traces; a death test's process inherits it.
 std::filesystem::path use_shim() {
   static_cast<void>(nccl_stand_in());
   ::setenv("HSDP_NCCL_LIBRARY", HSDP_NCCL_SHIM, 1);
@@ -53,7 +53,7 @@ std::filesystem::path use_shim() {
   return std::getenv("HSDP_NCCL_SHIM_TRACE");
 }
 
-// The lines that this process wrote to the trace while this lives.
+// The lines that this process writes to the trace while the object lives.
 class NewLines {
  public:
   NewLines() : folder_(use_shim()), earlier_(all().size()) {}
@@ -92,7 +92,7 @@ struct Verdict {
   std::string output;
 };
 
-// What nccl_trace.py says of the lines.
+// What nccl_trace.py reports about the lines.
 Verdict compare(const Lines& lines) {
   const TemporaryDirectory folder;
   {
@@ -290,7 +290,7 @@ TEST_F(NcclShim, MemoryThatAllRegistered) {
   EXPECT_EQ(compare(trace_.lines()).output, "trace: 2 ranks, 10 calls, 0 violations\n");
 }
 
-// Of the memory that a call writes only a part is registered.
+// Only part of the memory that a call writes is registered.
 TEST_F(NcclShim, MemoryThatIsRegisteredInPartIsNotRegistered) {
   enroll(first(), first().received, 2 * kBytes);
   enroll(second(), second().received, kBytes);
@@ -376,7 +376,7 @@ TEST(NcclShimTraceDeathTest, AFolderThatIsNotThereIsNamedAndTheProgramGoesOn) {
       "nccl shim: HSDP_NCCL_SHIM_TRACE: expected a folder to write to, got '/nowhere'");
 }
 
-// Opens the shim over that file; exits with 3 when the engine refuses it.
+// Opens the shim over that file; exits with 3 if the engine refuses it.
 void open_over(const char* file) {
   static_cast<void>(use_shim());
   if (file == nullptr) {
@@ -411,7 +411,7 @@ void expect_clean(const NewLines& trace, const std::string& ranks) {
   EXPECT_EQ(verdict.status, 0);
 }
 
-// Reducers and every collective, as a GPU checks them, with the Control that ranks there have.
+// Reducers and every collective, as a GPU checks them, with the Control that ranks have there.
 // Launches must not race either.
 class NcclShimOverChecks : public ::testing::TestWithParam<MeshShape> {};
 
@@ -436,7 +436,7 @@ INSTANTIATE_TEST_SUITE_P(Meshes, NcclShimOverChecks,
                          ::testing::Values(MeshShape{1, 2}, MeshShape{2, 1}, kSquare),
                          ::testing::PrintToStringParamName());
 
-// All ranks take their registrations back.
+// All ranks take back their registrations.
 TEST(NcclShimOverEngine, FindsNothingWhereARankCannotRegister) {
   const NewLines trace;
   run_nccl_ranks(3, [](Communicator& world) {
@@ -452,7 +452,7 @@ TEST(NcclShimOverEngine, FindsNothingWhereARankCannotRegister) {
   expect_clean(trace, "3");
 }
 
-// What a world does when it fails, too. The ranks are cut off at different places.
+// What a failing world does, too. The ranks are cut off at different places.
 TEST(NcclShimOverEngine, FindsNothingWhereTheWorldFails) {
   const NewLines trace;
   const auto errors = try_nccl_ranks(2, [](Communicator& world) {

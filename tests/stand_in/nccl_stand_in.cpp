@@ -17,7 +17,7 @@ struct Queued {
   std::vector<Op> ops;
   std::vector<NcclCall> calls;
 };
-// What a thread has begun. Not thread_local: a library that is opened late has no good place for
+// What a thread has begun. Not thread_local, as a library that is opened late has no good place for
 // it.
 struct OpenGroup {
   int depth = 0;
@@ -27,7 +27,7 @@ struct OpenGroup {
 };
 auto& open_groups = *new std::map<std::thread::id, OpenGroup>;  // under the machine's lock
 
-// A crash of the real one, if one is lucky.
+// With luck, the real one crashes.
 [[noreturn]] void punish(const char* call, const char* what) {
   std::fprintf(stderr, "stand-in for NCCL: %s: %s\n", call, what);
   std::abort();
@@ -49,7 +49,7 @@ void end_use(Member& member) {
   if (--user->second == 0) member.users.erase(user);
 }
 
-// A call on a communicator, with the lock held but for a moment in which another thread may show.
+// A call on a communicator. Releases the lock for a moment, in which another thread may show up.
 class Visit {
  public:
   Visit(ncclComm_t comm, const char* call)
@@ -72,7 +72,7 @@ class Visit {
   std::shared_ptr<Member> member_;
 };
 
-// With the lock held. Nothing tells the transfers' kernels that their memory goes.
+// With the lock held. The kernels of the transfers are not told that their memory goes.
 void require_unused(const void* memory, std::size_t size, const Member* of, const char* call) {
   for (const Transfer* const transfer : machine().transfers) {
     if (of != nullptr && !transfer->is_of(*of)) continue;
@@ -112,7 +112,7 @@ bool is_set(const char* variable) {
   return text != nullptr && std::string_view(text) == "1";
 }
 
-// With the lock held. Another thread of NCCL launches on the device, and their order counts.
+// With the lock held. Another thread of NCCL launches on the device, and their order matters.
 bool races(const Member& member) {
   return is_set("NCCL_LAUNCH_ORDER_IMPLICIT") &&
          std::ranges::any_of(machine().comms, [&](ncclComm_t comm) {
@@ -421,7 +421,7 @@ ncclResult_t ncclMemFree(void* memory) {
   return ncclSuccess;
 }
 
-// They look in a list, without a lock, which a thread of NCCL may use until the group is settled.
+// They look in a list without a lock, while a thread of NCCL may use it until the group is settled.
 ncclResult_t ncclCommRegister(ncclComm_t comm, void* memory, std::size_t size, void** handle) {
   const Visit member(comm, "ncclCommRegister");
   if (!is_settled(*member)) {

@@ -1,7 +1,7 @@
-// What tests tell the stand-in for libnccl, a shared library that the engine opens as it opens the
+// How tests configure the stand-in for libnccl, a shared library that the engine opens like the
 // real one. It moves real data between ranks that are threads of one process, on the streams of the
 // stand-in for the CUDA runtime. It refuses and punishes what the real one does, as
-// nccl_rules_test.cpp says rule by rule. That it works says nothing about any GPU.
+// nccl_rules_test.cpp shows rule by rule. That it works says nothing about any GPU.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +21,8 @@ struct NcclCall {
   bool operator==(const NcclCall&) const = default;
 };
 
-// Which calls of that name fail: the one that the rank makes after so many more, and the next up to
-// `times`.
+// Which calls of that name fail: the one that the rank makes after so many others, and following
+// ones up to `times`.
 struct FailingNcclCall {
   int rank = 0;
   std::string name;  // ncclCommInitRankConfig, ncclCommSplit, ncclCommRegister or ncclMemAlloc
@@ -36,15 +36,15 @@ class NcclStandIn {
  public:
   virtual ~NcclStandIn() = default;
 
-  // Forgets everything that tests asked for, and the calls.
+  // Forgets the calls and everything that tests asked for.
   virtual void reset() = 0;
   // From now on the rank's communicators report that ncclResult_t.
   virtual void set_error(int rank, int result) = 0;
   // An allocation's rank is the one whose device is current: rank n has device n.
   virtual void fail_call(const FailingNcclCall& which) = 0;
-  // What the rank enqueues from now on moves nothing until it is aborted.
+  // From now on the rank's enqueued work moves nothing until it is aborted.
   virtual void hang(int rank) = 0;
-  // Nor does abort end it: ncclCommRevoke and ncclCommAbort do not return.
+  // Abort does not end it either: ncclCommRevoke and ncclCommAbort do not return.
   virtual void hang_aborts() = 0;
   virtual void release() = 0;  // ends both
 
@@ -54,8 +54,8 @@ class NcclStandIn {
   [[nodiscard]] virtual int revokes() const = 0;
   [[nodiscard]] virtual int enrolled() const = 0;            // registrations not taken back
   [[nodiscard]] virtual std::int64_t allocated() const = 0;  // blocks not freed
-  // Of host threads: two in calls on one communicator, one that registers before its group is
-  // settled, and, where NCCL_LAUNCH_ORDER_IMPLICIT is 1, two launches on a device.
+  // Races of host threads: two in calls on one communicator, one that registers before its group is
+  // settled, and, if NCCL_LAUNCH_ORDER_IMPLICIT is 1, two launches on a device.
   [[nodiscard]] virtual int races() const = 0;
 };
 

@@ -1,7 +1,6 @@
-// A sweep over seeds: the Reducer on the NCCL engine, and gathers of parameters beside it, with
-// streams that work late, calls that fail and peers that die, each anywhere. Nobody hangs, nobody
-// takes garbage for a result, and no rank goes on where another one stopped. HSDP_SWEEP_SEEDS says
-// how many seeds.
+// A sweep over seeds: the Reducer on the NCCL engine, with gathers of parameters beside it, streams
+// that work late, calls that fail and peers that die, each anywhere. No rank hangs, takes garbage
+// for a result, or continues where another one stopped. HSDP_SWEEP_SEEDS sets the number of seeds.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -43,7 +42,7 @@ std::uint64_t seed_count() {
   return text == nullptr ? 6 : std::strtoull(text, nullptr, 10);
 }
 
-// What a seed decides.
+// What a seed determines.
 struct Sweep {
   explicit Sweep(std::uint64_t seed) : random(seed) {
     shape = pick<MeshShape>({{1, 2}, {2, 1}, {2, 2}, {1, 3}});
@@ -69,7 +68,7 @@ struct Sweep {
     for (auto& parameter : step.gradients) {
       for (auto& microbatch : parameter) {
         for (auto& gradient : microbatch) {
-          const bool is_kept = &gradient == &parameter[0][0];  // the reference wants one
+          const bool is_kept = &gradient == &parameter[0][0];  // the reference needs one
           if (pick({true, false, false}) && !is_kept) gradient.reset();
         }
       }
@@ -117,14 +116,14 @@ class Seeded : public ::testing::TestWithParam<std::uint64_t> {
   std::optional<LaunchOrderCounts> counts;
 };
 
-// What one rank reads of a step. Parameters gathered by slices are those slices' results.
+// What one rank reads of a step. Parameters gathered from slices equal those slices' results.
 struct Read {
   RankResult result;
   std::vector<Values> gathered;
 };
 using Results = std::vector<Read>;
 
-// Memory that a collective may write late, in a world that has ended: it stays to the end.
+// Memory that a collective may write late, in a world that has ended: it is kept to the end.
 float* new_array(std::int64_t count) {
   static auto* const all = new std::vector<std::unique_ptr<Values>>;
   static std::mutex mutex;
@@ -186,7 +185,7 @@ class Gathers {
   std::optional<zero::ParameterGather> gather_;
 };
 
-// A step and everything that is asked of its result.
+// Runs a step and asks for everything about its result.
 Read run_step_and_read(GpuRank& rank, Reducer& reducer, const Sweep& sweep, const Mesh& mesh) {
   const Device gpu = mesh.device();
   for (std::size_t m = 0; m < sweep.step.schedule.size(); ++m) rank.run_microbatch(m);
@@ -199,12 +198,12 @@ Read run_step_and_read(GpuRank& rank, Reducer& reducer, const Sweep& sweep, cons
     arrays.push_back({spec.name, {new_array(count), count, Dtype::kF32, gpu}});
   }
   reducer.gather_gradients(arrays);
-  return {rank.read(), {}};  // waits for the gather, too, which uses that memory
+  return {rank.read(), {}};  // waits for the gather too, which uses that memory
 }
 
 constexpr int kSteps = 2;
 
-// The steps of one rank with a new Reducer; `steps` gets what was read, also before an error.
+// The steps of one rank with a new Reducer. `steps` gets what was read, also before an error.
 void run_steps(const Mesh& mesh, const Sweep& sweep, std::vector<Results>& steps) {
   Reducer reducer(mesh, sweep.fresh_options());
   GpuRank rank(reducer, sweep.step, mesh, sweep.kept_until);
@@ -222,7 +221,7 @@ std::vector<Results> no_steps(const Sweep& sweep) {
   return std::vector<Results>(kSteps, Results(static_cast<std::size_t>(sweep.shape.size())));
 }
 
-// All that was read, by where.
+// Everything that was read, by place.
 std::map<std::string, Values> values_read(const std::vector<Results>& steps) {
   std::map<std::string, Values> all;
   for (std::size_t s = 0; s < steps.size(); ++s) {
@@ -250,7 +249,7 @@ void expect_same(const std::vector<Results>& got, const std::vector<Results>& wa
   }
 }
 
-// For what was read before an error.
+// Checks what was read before an error.
 void expect_no_garbage(const std::vector<Results>& got, const std::vector<Results>& want,
                        const std::string& label) {
   const auto same_or_nan = [](float value, float wanted) {
@@ -270,11 +269,11 @@ void expect_same_end(const std::vector<std::exception_ptr>& errors, const std::s
   EXPECT_TRUE(failed == 0 || failed == std::ssize(errors)) << label << ": " << failed << " failed";
 }
 
-// What makes something, and may find no memory for it.
+// What the calls make that may run out of memory.
 constexpr std::array<const char*, 3> kMakers{"cudaStreamCreateWithPriority",
                                              "cudaEventCreateWithFlags", "cudaHostAlloc"};
 
-// What is read where nothing goes wrong, and how much happens.
+// What is read when nothing fails, and how many calls are made.
 struct Clean {
   std::vector<Results> steps;
   std::int64_t allocations = 0;
@@ -364,8 +363,8 @@ TEST_P(Seeded, AFailedAllocationIsAnErrorOfAllRanksOrOfNone) {
   expect_same(second, clean.steps, "after " + errors[0]);
 }
 
-// Ranks that run the steps in a world that may end anywhere. One that fails leaves, as a process
-// that ends by its exception.
+// Ranks that run the steps in a world that may end anywhere. One that fails leaves, like a process
+// that ends with its exception.
 std::vector<std::exception_ptr> try_steps(const Sweep& sweep, std::vector<Results>& steps,
                                           milliseconds timeout,
                                           const std::function<void()>& prepare = {},
@@ -383,7 +382,7 @@ std::vector<std::exception_ptr> try_steps(const Sweep& sweep, std::vector<Result
       {.timeout = timeout}, prepare);
 }
 
-// Streams that others have returned are used first.
+// Streams that others returned are used first.
 std::vector<Stream> use_up_streams(Device gpu) {
   std::vector<Stream> streams;
   const std::int64_t before = stand_in::call_count(kMakers[0], gpu.index);
@@ -393,7 +392,7 @@ std::vector<Stream> use_up_streams(Device gpu) {
   return streams;
 }
 
-// The ranks may not be able to go on; but another world can.
+// The ranks may be unable to continue, but another world can.
 void expect_survived(const Sweep& sweep, const Clean& clean, const std::vector<Results>& steps,
                      const std::vector<std::exception_ptr>& errors, const std::string& label) {
   expect_same_end(errors, label);
@@ -446,8 +445,8 @@ TEST_P(Seeded, AFailedCallOfNcclLeavesNoGarbageAndNobodyHangs) {
   expect_survived(sweep, clean, steps, errors, label);
 }
 
-// Its GPU does no more of NCCL's work at any of its calls; or, of a process that is killed, its
-// control connection goes, too.
+// Its GPU stops doing NCCL's work at some call; if the process is killed, its control connection
+// goes too.
 TEST_P(Seeded, APeerThatDiesLeavesNoGarbageAndNobodyHangs) {
   const Clean clean = run_clean(sweep);
   const int dying = sweep.below(sweep.shape.size());
@@ -481,7 +480,7 @@ TEST_P(Seeded, APeerThatDiesLeavesNoGarbageAndNobodyHangs) {
   expect_same_end(errors, label);
 }
 
-// Of the packs, of the sums, or of whatever comes behind; and not by a timeout.
+// Of the packs, of the sums, or of whatever follows; and not through a timeout.
 TEST_P(Seeded, AKernelThatFailsIsAnErrorOfEveryRank) {
   const Clean clean = run_clean(sweep);
   const int size = sweep.shape.size();

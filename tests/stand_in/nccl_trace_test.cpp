@@ -1,4 +1,4 @@
-// Traces and wait tables where a GPU does the work and hosts only issue it.
+// Traces and wait tables when a GPU does the work and hosts only issue it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // Gathers of units on the NCCL engine: beside microbatches, on streams that work late, and on ranks
-// that ask for other units than their peers.
+// that ask for different units.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -41,7 +41,7 @@ class NcclUnits : public ::testing::TestWithParam<MeshShape> {
   void TearDown() override { stand_in::delay_work({}); }
 };
 
-// A unit of every parameter of the step, as fp32 slices on the GPU, which are rounded to bf16.
+// A unit with every parameter of the step, as fp32 slices on the GPU that are rounded to bf16.
 class GpuUnits {
  public:
   GpuUnits(Reducer& reducer, const StepCase& step, const Mesh& mesh, Stream& stream)
@@ -74,7 +74,7 @@ class GpuUnits {
   }
   // On the stream, in its order.
   void update(int number) {
-    stream_.synchronize();  // what it copies from is free
+    stream_.synchronize();  // the memory that it copies from is free
     for (int u = 0; u < kUnits; ++u) {
       for (std::size_t p = 0; p < step_.parameters.size(); ++p) {
         const std::size_t k = place(u, p);
@@ -188,9 +188,9 @@ INSTANTIATE_TEST_SUITE_P(Meshes, NcclUnits,
                          ::testing::Values(MeshShape{1, 2}, MeshShape{2, 2}, MeshShape{1, 3}),
                          ::testing::PrintToStringParamName());
 
-// A model at stage 3: units that are gathered for the forward pass and again for the backward pass,
-// where each gets its gradient, unless it is frozen. Unit u's is (u + 1) times the rank's number
-// plus one, everywhere.
+// A model at stage 3: units are gathered for the forward pass and again for the backward pass, in
+// which each gets its gradient, unless it is frozen. All elements of unit u's gradient are (u + 1)
+// times the rank plus one.
 class Stage3 {
  public:
   static constexpr int kNoUnit = -1;
@@ -224,8 +224,8 @@ class Stage3 {
     gather_.emplace(reducer_, std::move(all));
   }
 
-  // What this rank leaves out: units, or the gradients of some that it gathers; what it gives late,
-  // and what it uses again when it has given that unit's gradient.
+  // What this rank leaves out: units, or the gradients of some units that it gathers. What it gives
+  // late, and which units it uses again after it has given their gradient.
   struct Odd {
     std::set<int> units{};
     std::set<int> holes{};
@@ -248,7 +248,7 @@ class Stage3 {
     end();
     open.end();
   }
-  // One over these units, forward and back again: each gets its gradient where it is used last.
+  // A pass over these units, forward and back: each gets its gradient at its last use.
   void run(const std::vector<int>& forward, bool is_last = true) {
     Microbatch open(reducer_, {.last = is_last});
     for (const int u : forward) use(u, {});
@@ -259,8 +259,8 @@ class Stage3 {
     end();
     open.end();
   }
-  // The same as hsdp.torch does it: the next unit is gathered ahead, as a guess from what came
-  // after the last two before, and the last one of the forward pass stays.
+  // As hsdp.torch does it: the next unit is gathered ahead, guessed from what followed the last two
+  // before, and the forward pass's last unit stays.
   void run_ahead(const std::vector<int>& forward, const std::vector<int>& backward,
                  std::chrono::milliseconds pause = {}) {
     Microbatch open(reducer_, {.last = true});
@@ -275,7 +275,7 @@ class Stage3 {
     end();
     open.end();
   }
-  // One that an exception leaves when so many units were used.
+  // A pass that an exception leaves after that many units.
   void break_off(const std::vector<int>& forward, int uses) {
     Microbatch open(reducer_, {.last = true});
     std::vector<int> all = forward;
@@ -286,7 +286,7 @@ class Stage3 {
     }
     throw std::runtime_error("the test wants it");
   }
-  // One in which units that are still there get gradients, and none is gathered.
+  // A pass in which units that are still there get gradients, and none is gathered.
   void run_without_gathers() {
     Microbatch open(reducer_, {.last = true});
     for (int u = units_ - 1; u >= 0; --u) give(u);
@@ -294,13 +294,13 @@ class Stage3 {
   }
   void end() { gather_->end(stream_.record()); }
   void update() { stream_.wait(gather_->begin_update(stream_.record())); }
-  // The mean over all ranks, of whom some have left units out.
+  // The mean over all ranks, some of which have left units out.
   void expect(const std::vector<Odd>& of_ranks) {
     expect(std::ssize(of_ranks), [&](int u, std::size_t r) {
       return !of_ranks[r].units.contains(u) && !of_ranks[r].holes.contains(u);
     });
   }
-  // After microbatches in which all have given all, this rank and the others.
+  // After microbatches in which this rank and the others have given all gradients.
   void expect_of_microbatches(int count) {
     expect(
         4, [](int, std::size_t) { return true; }, static_cast<float>(count));
@@ -383,7 +383,7 @@ class Stage3 {
   std::optional<int> requested_;
 };
 
-// How many messages each rank sends in a step, from some step on.
+// How many messages each rank sends in a step, from a given step on.
 std::vector<std::int64_t> messages_of_steps(int units) {
   std::vector<std::int64_t> fewest(4);
   run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
@@ -405,7 +405,7 @@ std::vector<std::int64_t> messages_of_steps(int units) {
 TEST(NcclStage3, SendsAsMuchForManyUnitsAsForFew) {
   const std::vector<std::int64_t> few = messages_of_steps(2);
   EXPECT_EQ(few, messages_of_steps(64));
-  // Rank 0 answers the others.
+  // Rank 0 answers the other ranks.
   EXPECT_THAT(few, ::testing::ElementsAre(8, 6, 6, 6))
       << "a word, a bit, a pass's begin and end, a first bucket, an update";
 }
@@ -423,7 +423,7 @@ TEST(NcclStage3, ARankMayLeaveOutWhatItLikes) {
         const bool is_odd = step < 40 && step % 5 == 4;
         for (int n = is_odd ? 1 + static_cast<int>(random() % 3) : 0; n > 0; --n) {
           Stage3::Odd& one = odd[random() % 4];
-          const auto u = static_cast<int>(random() % (kMany - 1)) + 1;  // all use the first one
+          const auto u = static_cast<int>(random() % (kMany - 1)) + 1;  // all use the first
           (random() % 2 == 0 ? one.units : one.holes).insert(u);
         }
         const std::int64_t before = model.messages();
@@ -439,8 +439,8 @@ TEST(NcclStage3, ARankMayLeaveOutWhatItLikes) {
 
 constexpr const char* kSentWithout = "its bucket was sent without it";
 
-// A gradient that comes after others have sent its bucket, and after this rank had to. No rank
-// sends the first bucket before all have it.
+// A gradient that comes after the other ranks have sent its bucket and after this rank had to. No
+// rank sends the first bucket before all have it.
 void expect_dropped_step(Missing missing, const Stage3::Odd& what, const std::string& why) {
   std::latch others(3);
   run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
@@ -499,15 +499,15 @@ TEST(NcclStage3, AMissingGradientIsNamedInARecordedStep) {
   expect_dropped_step(Missing::kError, {.holes = {2}}, "got none yet");
 }
 
-// The others have sent what this rank has still to compute, and serve it only after that.
+// The other ranks have sent what this rank still has to compute, and help it only afterwards.
 TEST(NcclStage3, AUnitThatIsUsedAgainInTheBackwardPassMayDropTheStep) {
   expect_dropped_step(Missing::kZero, {.again = {3}}, kSentWithout);
 }
 
 using Uses = std::vector<std::vector<int>>;  // what each rank runs over
 
-// Steps that are alike, and now and then one that some ranks run as `change` says: all are right,
-// and the last ones send no more than steps of which each is like the one before.
+// Equal steps, and now and then one in which some ranks follow `change`: all results are right, and
+// the last steps send no more messages than equal steps do.
 void expect_right_whatever_changes(MeshShape shape, int units,
                                    const std::function<void(Uses& uses, std::mt19937&)>& change) {
   run_nccl_mesh(shape, [&](const Mesh& mesh) {
@@ -529,7 +529,7 @@ void expect_right_whatever_changes(MeshShape shape, int units,
   });
 }
 
-// The others would have sent their buckets by the record, were it not for the first of them.
+// The other ranks would have sent their buckets by the record, but for the first bucket.
 TEST(NcclStage3, ARankMayUseAUnitOnceMore) {
   const auto use_more = [](Uses& uses, std::mt19937& random) {
     std::vector<int>& own = uses[random() % uses.size()];
@@ -550,8 +550,7 @@ TEST(NcclStage3, RanksMaySkipUnitsAtRandom) {
   expect_right_whatever_changes({2, 2}, 6, skip);
 }
 
-// As experts are: between a first unit and a last one each rank uses some of the others, in any
-// order.
+// Like experts: between a first and a last unit each rank uses some of the others, in any order.
 TEST(NcclStage3, RanksMayChooseTheirUnits) {
   const auto choose = [](Uses& uses, std::mt19937& random) {
     for (std::vector<int>& own : uses) {
@@ -563,8 +562,8 @@ TEST(NcclStage3, RanksMayChooseTheirUnits) {
   expect_right_whatever_changes({2, 2}, 6, choose);
 }
 
-// Ahead of use, also by guesses that are wrong as soon as a step is not like the one before. Some
-// units are skipped in the backward pass only.
+// Gathered ahead of use, also by guesses that are wrong when a step differs from the one before.
+// Some units are skipped in the backward pass only.
 TEST(NcclStage3, RanksMayGatherAheadAndSkip) {
   constexpr int kMany = 6;
   for (const MeshShape shape : {MeshShape{1, 3}, MeshShape{2, 2}}) {
@@ -588,7 +587,7 @@ TEST(NcclStage3, RanksMayGatherAheadAndSkip) {
   }
 }
 
-// A rank has skipped a unit in one backward pass, and guesses in the next one that it will again.
+// A rank has skipped a unit in one backward pass, and guesses in the next that it will again.
 TEST(NcclStage3, AWrongGuessCostsNoStep) {
   constexpr int kFrozen = 3;
   run_nccl_mesh({1, 3}, [&](const Mesh& mesh) {
@@ -605,7 +604,7 @@ TEST(NcclStage3, AWrongGuessCostsNoStep) {
   });
 }
 
-// From the first step on, so that groups come to gather other units.
+// From the first step on, so that groups gather different units.
 TEST(NcclStage3, AGroupMaySkipAUnit) {
   for (const int skipped : {0, 1, 2}) {
     run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
@@ -621,8 +620,8 @@ TEST(NcclStage3, AGroupMaySkipAUnit) {
   }
 }
 
-// Rank 1 drops one of many equal steps, when the others have issued what they may of it without
-// this rank; the steps after that are right.
+// Rank 1 drops one of many equal steps, after the others have issued what they may of it without
+// this rank. The steps after that are right.
 void expect_right_after_drop(const std::function<void(Stage3& model)>& drop,
                              const std::function<void(Stage3& model)>& go_on) {
   const std::vector<int> all{0, 1, 2, 3};

@@ -1,11 +1,11 @@
-// A stand-in for the CUDA runtime: the calls that the library makes, on the host. The library's own
-// CUDA sources are compiled against it, so that their logic is tested where there is no GPU. What
-// it computes is the CPU's work and says nothing about any GPU.
+// A stand-in for the CUDA runtime: the calls that the library makes, on the host. The library's
+// CUDA sources are compiled against it, so that their logic is tested without a GPU. The CPU
+// computes the results, which say nothing about any GPU.
 //
-// A stream is a thread with a queue, device memory is host memory, a kernel is a loop over its
-// blocks and threads. New memory and shared memory hold NaNs in every dtype, and so does memory
-// that was freed. What the real runtime refuses is refused, and what it leaves undefined ends the
-// process: cuda_rules_test.cpp has the rules with their sources.
+// A stream is a thread with a queue, device memory is host memory, and a kernel is a loop over its
+// blocks and threads. New memory, shared memory and freed memory hold NaNs in every dtype. What the
+// real runtime refuses is refused, and what it leaves undefined ends the process:
+// cuda_rules_test.cpp has the rules with their sources.
 #pragma once
 
 #include <cstddef>
@@ -127,9 +127,9 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t size, cudaMe
                             cudaStream_t stream);
 
 namespace hsdp::stand_in {
-// Enqueues work, as the call of that name: it fails where a test said so.
+// Enqueues work as the call of that name; fails where a test asked for it.
 cudaError_t enqueue(const char* call, cudaStream_t stream, std::function<void()> work);
-// A kernel of that device has failed: what waits inside of others has to end.
+// A kernel of that device has failed: work that waits inside other kernels has to end.
 [[nodiscard]] bool is_broken(int device);
 }  // namespace hsdp::stand_in
 

@@ -1,5 +1,5 @@
 // A stand-in for NCCL's header: the part of its interface that the library uses, with the values of
-// NCCL 2.28. What is compiled against it talks to the stand-in for libnccl, and to no GPU.
+// NCCL 2.28. A program compiled against it talks to the stand-in for libnccl, not to a GPU.
 #pragma once
 
 #include <climits>

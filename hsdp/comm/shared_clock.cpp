@@ -44,7 +44,8 @@ ClockOffset measure_clock(Communicator& group, const std::string& key,
     least = std::max(least, first_said - heard[i]);
     most = std::min(most, first_heard - said[i]);
   }
-  return {(least + most) / 2, std::abs(most - least) / 2 + kNanosecond};
+  const double drift_s = kMostDrift * (heard.back() - said.front());
+  return {(least + most) / 2, std::abs(most - least) / 2 + drift_s + kNanosecond};
 }
 
 }  // namespace hsdp::comm

@@ -15,6 +15,8 @@ struct ClockOffset {
   double error_s = 0;
 };
 
+constexpr double kMostDrift = 1e-4;  // between two clocks, as a part of the time
+
 // Collective; use a key once. Some exchanges over the control connection: none of them can be known
 // on one rank before another has said its part, which bounds the offset from both sides.
 // [Note: clocks brought together]

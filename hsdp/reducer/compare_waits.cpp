@@ -17,7 +17,6 @@ namespace {
 
 constexpr std::string_view kAct = "compare waits";
 constexpr double kNanosecond = 1e-9;
-constexpr double kMostDrift = 1e-4;         // between two clocks, as a part of the time
 constexpr std::size_t kMostRows = 100'000;  // that fit into one message
 constexpr int kMostLinks = 8;               // of a chain of waits
 constexpr int kUnknown = -1;                // in place of an awaited rank
@@ -196,7 +195,7 @@ class WaitComparison {
   // By which two clocks may have come apart since, and each from the first rank's.
   [[nodiscard]] std::int64_t drift_ns(std::int64_t at_ns) const {
     const auto age_ns = static_cast<double>(std::max<std::int64_t>(now_ns_ - at_ns, 0));
-    return std::llround(2 * kMostDrift * age_ns);
+    return std::llround(2 * comm::kMostDrift * age_ns);
   }
 
   // The awaited rank may have been late because it had waited itself: that part of the wait counts

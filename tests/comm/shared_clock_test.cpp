@@ -38,6 +38,19 @@ TEST(SharedClock, SaysTheErrorOfASlowRank) {
   });
 }
 
+// Ten seconds pass halfway, and this rank's clock runs too fast by as much as clocks do.
+TEST(SharedClock, SaysTheErrorOfAClockThatComesApartMeanwhile) {
+  run_world({.size = 2}, [](Communicator& world) {
+    const double rate = world.rank() == 1 ? 1 + comm::kMostDrift : 1;
+    int reads = 0;
+    const comm::ClockOffset clock = comm::measure_clock(world, world.next_exchange_key(), [&] {
+      return Operations::now_s() + (++reads > 16 ? 10 * rate : 0.0);
+    });
+    const double ahead_s = world.rank() == 1 ? 10 * comm::kMostDrift : 0;
+    EXPECT_LE(std::abs(clock.offset_s + ahead_s), clock.error_s);
+  });
+}
+
 TEST(SharedClock, IsThatOfTheFirstRankOfAGroup) {
   run_world({.size = 4}, [](Communicator& world) {
     Communicator pair = world.split(world.rank() % 2, -world.rank());  // 2 0 and 3 1

@@ -157,6 +157,25 @@ RowCut BucketLayout::rows(int bucket) const {
   return RowCut(std::move(offsets));
 }
 
+std::int64_t BucketLayout::count_of(int bucket, int first_rank, int rank_count) const {
+  const Bucket& b = this->bucket(bucket);
+  const int last = first_rank + rank_count;
+  if (has_whole_slices(b)) return join_cut(b, last) - join_cut(b, first_rank);
+  std::int64_t count = 0;
+  for (const int p : b.parameters) {
+    const auto [begin, end] = owners(p);
+    int r = std::max(begin, first_rank);
+    if (kind_ != Layout::kWhole && multiple_ == 1 && rank_count > 0) {  // many rows of one length
+      const Place& at = place(p);
+      const std::int64_t even = std::clamp<std::int64_t>(at.count / at.range - r, 0, rank_count);
+      count += even * part(p, r, bucket).count;
+      r += static_cast<int>(even);
+    }
+    for (; r < std::min(end, last); ++r) count += part(p, r, bucket).count;
+  }
+  return count;
+}
+
 std::vector<ParameterRange> BucketLayout::ranges(int bucket, int shard_rank) const {
   std::vector<ParameterRange> ranges;
   std::int64_t offset = 0;

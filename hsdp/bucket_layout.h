@@ -120,6 +120,8 @@ class BucketLayout {
   [[nodiscard]] bool goes_on(int bucket) const;
   // Row r of the bucket goes to shard rank r.
   [[nodiscard]] RowCut rows(int bucket) const;
+  // Elements in `rank_count` rows of the bucket, from that of `first_rank` on.
+  [[nodiscard]] std::int64_t count_of(int bucket, int first_rank, int rank_count) const;
   // Where the parameters lie in that rank's row, in order and without gaps.
   [[nodiscard]] std::vector<ParameterRange> ranges(int bucket, int shard_rank) const;
   // Everything in the bucket, by parameter.

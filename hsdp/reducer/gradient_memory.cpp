@@ -57,7 +57,7 @@ void GradientMemory::place_carry(int shard_rank) {
   carry_bytes_ = 0;
   for (int b = 0; b < std::ssize(layout_.buckets()); ++b) {
     const Dtype dtype = rows_[static_cast<std::size_t>(b)].dtype;
-    const std::int64_t count = layout_.rows(b).joined(parts_).length(shard_rank);
+    const std::int64_t count = layout_.count_of(b, shard_rank * parts_, parts_);
     carry_rows_.push_back({next_aligned(carry_bytes_, kAlignment), count, dtype});
     carry_bytes_ = carry_rows_.back().offset + count * static_cast<std::int64_t>(size_bytes(dtype));
   }

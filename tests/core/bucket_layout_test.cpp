@@ -290,6 +290,17 @@ TEST_P(CuttingLayout, CutsAtMultiplesOfTheFlattenedParameterOrAtItsEnd) {
   }
 }
 
+TEST_P(EveryLayout, CountsTheElementsOfNeighbouringRows) {
+  for (int b = 0; b < bucket_count(); ++b) {
+    const RowCut rows = layout_.rows(b);
+    for (int first = 0; first < rows.size(); ++first) {
+      for (int count = 0; first + count <= rows.size(); ++count) {
+        EXPECT_EQ(layout_.count_of(b, first, count), rows.begin(first + count) - rows.begin(first));
+      }
+    }
+  }
+}
+
 TEST_P(EveryLayout, IsTheSameEveryTime) {
   const BucketLayout again(parameters_, GetParam().shard_size, GetParam().layout,
                            GetParam().bucket_bytes, GetParam().slice_multiple);

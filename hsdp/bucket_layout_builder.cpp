@@ -21,6 +21,8 @@ namespace {
 constexpr std::int64_t kPartOfAll = 4;
 // Ranges and windows start at multiples of this if that costs nothing.
 constexpr std::int64_t kAlignedElements = 32;
+// Of a layout. Beyond it the buckets' descriptions alone take 100 MB and more.
+constexpr std::int64_t kMostBuckets = std::int64_t{1} << 20U;
 
 std::int64_t ceil_div(std::int64_t value, std::int64_t parts) {
   return (value + parts - 1) / parts;
@@ -217,11 +219,13 @@ class BucketLayout::Builder {
       const std::int64_t window = multiple > 1 ? std::max(widest - multiple, multiple) : widest;
       if (begin + window >= rows.back()) break;
       begins.push_back(begin + window);
+      require_room(std::ssize(begins));
     }
     return begins;
   }
 
   void close(Bucket& open) {
+    require_room(1);
     open.parameters.shrink_to_fit();
     for (const int index : open.parameters) {
       Place& place = layout_.places_[static_cast<std::size_t>(index)];
@@ -245,8 +249,10 @@ class BucketLayout::Builder {
     close(whole);
     const RowCut cut = layout_.slices(index);
     place.window = window_size(parameter.wire_dtype, layout_.shard_size_);
-    place.bucket_count = static_cast<int>(ceil_div(cut.longest(), place.window));
+    const std::int64_t bucket_count = ceil_div(cut.longest(), place.window);
     layout_.buckets_.pop_back();
+    require_room(bucket_count);
+    place.bucket_count = static_cast<int>(bucket_count);
     for (int k = 0; k < place.bucket_count; ++k) {
       Bucket window{parameter.group, parameter.wire_dtype, 0, {index}};
       for (int r = 0; r < cut.size(); ++r) {
@@ -254,6 +260,14 @@ class BucketLayout::Builder {
       }
       layout_.buckets_.push_back(std::move(window));
     }
+  }
+
+  void require_room(std::int64_t bucket_count) const {
+    if (std::ssize(layout_.buckets_) + bucket_count <= kMostBuckets) return;
+    throw UsageError({.where = "bucket layout",
+                      .expected = "at most " + std::to_string(kMostBuckets) + " buckets",
+                      .got = "more with bucket_bytes=" + std::to_string(bucket_bytes_),
+                      .remedy = "raise bucket_bytes"});
   }
 
   [[nodiscard]] std::int64_t window_size(Dtype wire_dtype, int row_count) const {

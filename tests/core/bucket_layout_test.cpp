@@ -332,6 +332,30 @@ TEST(BucketLayout, ClassesNeverShareABucket) {
   }
 }
 
+// In windows of one large parameter, or of many small ones.
+TEST(BucketLayout, RefusesMoreBucketsThanMemoryHolds) {
+  constexpr int kMost = 1 << 20;
+  const auto refusal = [](const std::vector<LayoutParameter>& parameters, Layout layout) {
+    try {
+      const BucketLayout made(parameters, 2, layout, 1);
+    } catch (const UsageError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  const std::string expected =
+      "bucket layout: expected at most 1048576 buckets, got more with bucket_bytes=1; raise "
+      "bucket_bytes";
+  const std::vector<LayoutParameter> large{{.shape = {7'000'000'000}}};
+  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
+    EXPECT_EQ(refusal(large, layout), expected) << name(layout);
+  }
+  std::vector<LayoutParameter> small(kMost);
+  EXPECT_EQ(refusal(small, Layout::kFlat), "");
+  small.emplace_back();
+  EXPECT_EQ(refusal(small, Layout::kFlat), expected);
+}
+
 // So a unit's elements are spread over all ranks, and its buckets stay in their place.
 TEST(BucketLayout, UnitsNeverShareABucket) {
   std::vector<LayoutParameter> parameters(12, LayoutParameter{.shape = {10}});

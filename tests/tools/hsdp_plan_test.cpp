@@ -263,6 +263,8 @@ TEST_F(HsdpPlan, RefusesWhatIsNoCommandLine) {
     refuses(std::string("--elements 5 --shard-bandwidth=") + rate,
             "--shard-bandwidth: expected a rate above 0 with its unit, as 50GB/s or 400Gb/s");
   }
+  refuses("--elements 7e9 --bucket-bytes 1",
+          "bucket layout: expected at most 1048576 buckets, got");
   refuses("--elements 5 --shar 2", "unrecognised option '--shar'");
 }
 

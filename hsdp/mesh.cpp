@@ -12,6 +12,7 @@
 
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/engine.h"
+#include "hsdp/comm/operation_record.h"
 #include "hsdp/comm/rendezvous/launch_environment.h"
 #include "hsdp/comm/timeout_range.h"
 #include "hsdp/error.h"
@@ -134,6 +135,20 @@ std::vector<int> order_in(const std::string& description) {
   return {std::istream_iterator<int>(text), {}};
 }
 
+// Rank 0 names the job, by its clock when the first mesh is made; the others say nothing.
+std::string own_name(const Communicator& job) {
+  if (job.rank() != 0) return {};
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return job.engine()->control().operations()->name_job(
+      std::to_string(std::chrono::nanoseconds(now).count()));
+}
+
+void take_name(const Communicator& job, std::vector<std::string>& texts) {
+  const std::string& first = texts.front();
+  job.engine()->control().operations()->name_job(first.substr(0, first.find('\n')));
+  for (std::string& text : texts) text.erase(0, text.find('\n') + 1);
+}
+
 // Every rank checks all of them, so that no rank goes on into a split that others have left.
 void check_agreement(const std::vector<std::string>& all, const std::vector<int>& members) {
   const auto size = all.size();
@@ -188,7 +203,8 @@ Mesh::Mesh(const Communicator& job, const MeshOptions& options)
     fault = error.what();
   }
   const std::string mine = fault.empty() ? describe(options, order) : "!" + fault;
-  const std::vector<std::string> all = parent.exchange(mine, "init_mesh");
+  std::vector<std::string> all = parent.exchange(own_name(job) + "\n" + mine, "init_mesh");
+  take_name(job, all);
   if (!fault.empty()) throw UsageError(fault);
   check_agreement(all, members);
   const auto place = std::ranges::find(order, job.rank()) - order.begin();

@@ -79,6 +79,12 @@ void OperationRecord::end(std::int64_t number, OperationState state, double now_
   slot.number.store(number, std::memory_order_release);
 }
 
+std::string OperationRecord::name_job(const std::string& name) {
+  const std::scoped_lock lock(mutex_);
+  if (job_.empty()) job_ = name;
+  return job_;
+}
+
 OperationRecord::Contents OperationRecord::read() const {
   constexpr auto kInOrder = std::memory_order_acquire;
   Contents contents;
@@ -100,6 +106,8 @@ OperationRecord::Contents OperationRecord::read() const {
     if (slot.number.load(kInOrder) == n) contents.operations.push_back(one);
   }
   contents.sources = sources();
+  const std::scoped_lock lock(mutex_);
+  contents.job = job_;
   return contents;
 }
 

@@ -91,7 +91,10 @@ class OperationRecord {
   struct Contents {
     std::vector<RecordedOperation> operations;  // oldest first
     std::map<int, OperationSource> sources;
+    std::string job;
   };
+  // The name of this job, as opposed to others that leave files: the first one stays.
+  std::string name_job(const std::string& name);
   // Leaves out what is being written just now.
   [[nodiscard]] Contents read() const;
 
@@ -131,6 +134,7 @@ class OperationRecord {
   mutable std::mutex mutex_;
   std::map<int, Source> sources_;
   int next_source_ = 0;
+  std::string job_;
 
   std::atomic<bool> is_traced_{false};
   std::mutex trace_mutex_;                            // guards the following

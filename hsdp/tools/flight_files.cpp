@@ -1,6 +1,8 @@
 #include "hsdp/tools/flight_files.h"
 
 #include <algorithm>
+#include <array>
+#include <ctime>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -29,6 +31,7 @@ Place place_of(const Json& one, const std::map<int, Source>& sources) {
 
 RankFile read(const Json& record) {
   RankFile file;
+  file.job = std::stoll(record.at("job").get<std::string>());
   file.rank = record.at("rank");
   file.size = record.at("size");
   file.host = record.at("host");
@@ -93,6 +96,30 @@ bool is_record_name(const std::string& name) {
   return name.starts_with("rank_") && name.ends_with(".json");
 }
 
+std::string time_text(std::int64_t job) {
+  const std::time_t seconds = job / 1'000'000'000;
+  std::tm utc{};
+  ::gmtime_r(&seconds, &utc);
+  std::array<char, 32> text{};
+  std::strftime(text.data(), text.size(), "%FT%TZ", &utc);
+  return text.data();
+}
+
+void require_one_job(const std::filesystem::path& folder, const Files& files) {
+  std::map<std::pair<std::int64_t, int>, std::vector<int>> jobs;  // by begin and size
+  for (const auto& [rank, file] : files) jobs[{file.job, file.size}].push_back(rank);
+  if (jobs.size() == 1) return;
+  std::string text;
+  for (const auto& [job, ranks] : jobs) {
+    text += (text.empty() ? "" : ", and ") + time_text(job.first) + " (" +
+            comm::ranks_text(ranks, job.second) + ")";
+  }
+  throw Error({.where = "flight record: " + folder.string(),
+               .expected = "the records of one job",
+               .got = "those of jobs that began at " + text,
+               .remedy = "take out those of the older ones, and give each job a folder"});
+}
+
 }  // namespace
 
 std::optional<Partners> partners_of(const std::string& kind) {
@@ -121,13 +148,6 @@ Files read_folder(const std::filesystem::path& folder) {
        i.increment(error)) {
     if (!is_record_name(i->path().filename().string())) continue;
     RankFile file = read(i->path());
-    if (!files.empty() && files.begin()->second.size != file.size) {
-      throw Error({.where = "flight record: " + folder.string(),
-                   .expected = "the records of one job",
-                   .got = "one of " + std::to_string(files.begin()->second.size) +
-                          " ranks and one of " + std::to_string(file.size),
-                   .remedy = "give each job a folder"});
-    }
     files[file.rank] = std::move(file);
   }
   if (error || files.empty()) {
@@ -136,6 +156,7 @@ Files read_folder(const std::filesystem::path& folder) {
                  .got = error ? error.message() : "none",
                  .remedy = "start the job with HSDP_FLIGHT_DIR"});
   }
+  require_one_job(folder, files);
   for (auto& [rank, file] : files) {
     for (const Operation& one : file.operations) file.by_place.emplace(one.place, &one);
   }

@@ -48,6 +48,7 @@ struct Operation {
 };
 
 struct RankFile {
+  std::int64_t job = 0;  // when it began: nanoseconds of its rank 0's time of day
   int rank = 0;
   int size = 0;
   std::string host;

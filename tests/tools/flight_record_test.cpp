@@ -309,6 +309,7 @@ json hand_written(int rank, double wall_s, const std::vector<int>& ranks, int wo
   json one{
       {"format", "hsdp flight record"},
       {"version", 1},
+      {"job", "1700000000000000000"},
       {"rank", rank},
       {"size", 4},
       {"host", "here"},
@@ -410,6 +411,7 @@ json empty_record(int rank, int size) {
   return {
       {"format", "hsdp flight record"},
       {"version", 1},
+      {"job", "1700000000000000000"},
       {"rank", rank},
       {"size", size},
       {"host", "node"},
@@ -451,10 +453,53 @@ TEST_F(FlightRecord, RefusesWhatIsNone) {
   refuses(other.dump(), "one that lacks something (a shard of 0)");
   refuses(empty_record(1, 2).dump(), "one of rank 1 of 2");
   refuses(empty_record(0, 0).dump(), "one of ");
-  write("rank_0.json", whole.dump());
+  other = whole;
+  other["job"] = "today";
+  refuses(other.dump(), "one that lacks something (");
+}
+
+// Of other sizes, or begun at other times.
+TEST_F(FlightRecord, RefusesThoseOfSeveralJobs) {
+  json older = empty_record(1, 4);
+  older["job"] = "1600000000000000000";
+  write("rank_0.json", empty_record(0, 4).dump());
+  write("rank_1.json", older.dump());
+  write("rank_2.json", empty_record(2, 4).dump());
+  EXPECT_THAT(check().output,
+              HasSubstr("expected the records of one job, got those of jobs that began at "
+                        "2020-09-13T12:26:40Z (rank 1 of 4), and 2023-11-14T22:13:20Z "
+                        "(ranks 0, 2 of 4); take out those of the older ones, and give each job a "
+                        "folder"));
+  EXPECT_EQ(check().status, 2);
   write("rank_1.json", empty_record(1, 3).dump());
-  EXPECT_THAT(check().output, AllOf(HasSubstr("expected the records of one job, got one of "),
-                                    HasSubstr("; give each job a folder")));
+  EXPECT_THAT(check().output,
+              HasSubstr("Z (rank 1 of 3), and 2023-11-14T22:13:20Z (ranks 0, 2 of 4)"));
+}
+
+// Through all its meshes, of all or some ranks; the next job has another.
+TEST_F(FlightRecord, NamesItsJob) {
+  std::vector<std::string> jobs;
+  for (int run = 0; run < 2; ++run) {
+    const auto outcomes = run_processes(4, {}, [&](int rank) {
+      const Mesh first = mesh_of(kSquare);
+      write_flight_record(first, folder_ / "first");
+      const int row = rank / 2;
+      const Mesh half = init_mesh({.replicate = 1, .shard = 2, .ranks = {{2 * row, 2 * row + 1}}});
+      write_flight_record(half, folder_ / "half");
+      half.world().barrier();
+      return 0;
+    });
+    for (const RankOutcome& outcome : outcomes) ASSERT_TRUE(outcome.ok()) << outcome.error;
+    for (int rank = 0; rank < 4; ++rank) {
+      for (const char* const folder : {"first", "half"}) {
+        std::ifstream file(folder_ / folder / ("rank_" + std::to_string(rank) + ".json"));
+        jobs.push_back(json::parse(file).at("job"));
+      }
+    }
+  }
+  EXPECT_THAT(std::vector(jobs.begin(), jobs.begin() + 8), testing::Each(jobs.front()));
+  EXPECT_THAT(std::vector(jobs.begin() + 8, jobs.end()), testing::Each(jobs.back()));
+  EXPECT_LT(std::stoll(jobs.front()), std::stoll(jobs.back()));
 }
 
 TEST_F(FlightRecord, RefusesAFolderWithoutOne) {

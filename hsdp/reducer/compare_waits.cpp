@@ -19,7 +19,6 @@ constexpr std::string_view kAct = "compare waits";
 constexpr double kNanosecond = 1e-9;
 constexpr std::size_t kMostRows = 100'000;  // that fit into one message
 constexpr int kMostLinks = 8;               // of a chain of waits
-constexpr int kUnknown = -1;                // in place of an awaited rank
 
 std::int64_t nanoseconds(double seconds) { return std::llround(seconds / kNanosecond); }
 double in_seconds(std::int64_t nanoseconds) {
@@ -100,6 +99,57 @@ std::vector<Part> own_parts(const Groups& groups, double offset_s) {
   return parts;
 }
 
+class WaitSharing {
+ public:
+  WaitSharing(std::map<int, std::vector<RankWait>> waits, std::int64_t error_ns)
+      : waits_(std::move(waits)), error_ns_(error_ns) {
+    for (auto& [rank, some] : waits_) {
+      std::ranges::sort(some, {}, &RankWait::from_ns);
+      std::int64_t latest_ns = std::numeric_limits<std::int64_t>::min();
+      for (RankWait& one : some) one.latest_ns = latest_ns = std::max(latest_ns, one.to_ns);
+    }
+  }
+
+  [[nodiscard]] WaitShares shares() {
+    for (const auto& [rank, some] : waits_) {
+      for (const RankWait& one : some) {
+        if (one.awaited != kUnknownRank) share_out(rank, one, 0);
+      }
+    }
+    return std::move(shares_);
+  }
+
+ private:
+  // Where the awaited rank's own wait has no known cause, that part counts for none.
+  void share_out(int waiting, const RankWait& wait, int links) {
+    std::int64_t from_ns = wait.from_ns;
+    const auto before = waits_.find(wait.awaited);
+    if (before != waits_.end()) {
+      const std::vector<RankWait>& theirs = before->second;
+      auto next = std::ranges::upper_bound(theirs, from_ns, {}, &RankWait::latest_ns);
+      for (; next != theirs.end() && next->from_ns < wait.to_ns; ++next) {
+        const RankWait& one = *next;
+        const RankWait part{one.awaited, std::max(one.from_ns, from_ns),
+                            std::min(one.to_ns, wait.to_ns)};
+        const bool goes_on = one.to_ns - error_ns_ > wait.to_ns;  // beside it, on another lane
+        if (part.to_ns <= part.from_ns || goes_on || one.awaited == waiting) continue;
+        shares_[{waiting, wait.awaited}] += part.from_ns - from_ns;
+        if (one.awaited == kUnknownRank || links == kMostLinks) {
+          shares_[{waiting, kUnknownRank}] += part.to_ns - part.from_ns;
+        } else {
+          share_out(waiting, part, links + 1);
+        }
+        from_ns = part.to_ns;
+      }
+    }
+    shares_[{waiting, wait.awaited}] += wait.to_ns - from_ns;
+  }
+
+  std::map<int, std::vector<RankWait>> waits_;
+  std::int64_t error_ns_;
+  WaitShares shares_;
+};
+
 // On the first rank.
 class WaitComparison {
  public:
@@ -122,19 +172,15 @@ class WaitComparison {
   [[nodiscard]] std::vector<std::int64_t> table(std::int64_t now_ns) {
     now_ns_ = now_ns;
     find_waits();
-    for (const auto& [rank, waits] : waits_) {
-      for (const Wait& wait : waits) {
-        if (wait.awaited != kUnknown) share_out(rank, wait, 0);
-      }
-    }
-    std::erase_if(shares_, [&](const auto& one) { return one.second <= error_ns_; });
+    WaitShares shares = share_waits(std::move(waits_), error_ns_);
+    std::erase_if(shares, [&](const auto& one) { return one.second <= error_ns_; });
     std::map<int, std::int64_t> totals;
-    for (const auto& [pair, share] : shares_) {
-      if (pair.second != kUnknown) totals[pair.second] += share;
+    for (const auto& [pair, share] : shares) {
+      if (pair.second != kUnknownRank) totals[pair.second] += share;
     }
     const auto straggler =
         std::ranges::max_element(totals, {}, [](const auto& one) { return one.second; });
-    std::vector<std::pair<std::pair<int, int>, std::int64_t>> rows(shares_.begin(), shares_.end());
+    std::vector<std::pair<std::pair<int, int>, std::int64_t>> rows(shares.begin(), shares.end());
     if (rows.size() > kMostRows) {
       std::ranges::sort(rows, std::greater(), [](const auto& row) { return row.second; });
       rows.resize(kMostRows);
@@ -150,15 +196,9 @@ class WaitComparison {
   }
 
  private:
-  struct Wait {
-    int awaited = 0;  // or kUnknown
-    std::int64_t from_ns = 0;
-    std::int64_t to_ns = 0;
-  };
-
   // In it the rank may have waited for any other.
   void add_unknown(int rank, const Part& part) {
-    waits_[rank].push_back({kUnknown, part.begin_ns, part.end_ns});
+    waits_[rank].push_back({kUnknownRank, part.begin_ns, part.end_ns});
   }
 
   // A group's ranks each once: an operation that can be compared.
@@ -183,43 +223,18 @@ class WaitComparison {
       ++count_;
       if (last.step >= 0) steps_.insert(last.step);
       for (const auto& [rank, part] : parts) {
-        const Wait wait{awaited, part.begin_ns, std::min(last.begin_ns, part.end_ns)};
+        const RankWait wait{awaited, part.begin_ns, std::min(last.begin_ns, part.end_ns)};
         const std::int64_t error_ns = errors_ns_[rank] + errors_ns_[awaited] + drift_ns(first_ns);
         if (rank != awaited) error_ns_ = std::max(error_ns_, error_ns);
         if (wait.to_ns - wait.from_ns > error_ns) waits_[rank].push_back(wait);
       }
     }
-    for (auto& [rank, waits] : waits_) std::ranges::sort(waits, {}, &Wait::from_ns);
   }
 
   // By which two clocks may have come apart since, and each from the first rank's.
   [[nodiscard]] std::int64_t drift_ns(std::int64_t at_ns) const {
     const auto age_ns = static_cast<double>(std::max<std::int64_t>(now_ns_ - at_ns, 0));
     return std::llround(2 * comm::kMostDrift * age_ns);
-  }
-
-  // The awaited rank may have been late because it had waited itself: that part of the wait counts
-  // for the rank that it had waited for, or for none where that is unknown.
-  void share_out(int waiting, const Wait& wait, int links) {
-    std::int64_t from_ns = wait.from_ns;
-    const auto before = waits_.find(wait.awaited);
-    if (before != waits_.end()) {
-      for (const Wait& one : before->second) {
-        if (one.from_ns >= wait.to_ns) break;
-        const Wait part{one.awaited, std::max(one.from_ns, from_ns),
-                        std::min(one.to_ns, wait.to_ns)};
-        const bool goes_on = one.to_ns - error_ns_ > wait.to_ns;  // beside it, on another lane
-        if (part.to_ns <= part.from_ns || goes_on || one.awaited == waiting) continue;
-        shares_[{waiting, wait.awaited}] += part.from_ns - from_ns;
-        if (one.awaited == kUnknown || links == kMostLinks) {
-          shares_[{waiting, kUnknown}] += part.to_ns - part.from_ns;
-        } else {
-          share_out(waiting, part, links + 1);
-        }
-        from_ns = part.to_ns;
-      }
-    }
-    shares_[{waiting, wait.awaited}] += wait.to_ns - from_ns;
   }
 
   [[nodiscard]] int group_of(Party party, int rank) const {
@@ -236,8 +251,7 @@ class WaitComparison {
   std::map<int, std::int64_t> errors_ns_;  // of the ranks' clocks, when they were measured
   std::int64_t now_ns_ = 0;
   std::map<std::pair<std::uint64_t, int>, std::vector<std::pair<int, Part>>> parts_;
-  std::map<int, std::vector<Wait>> waits_;              // by waiting rank
-  std::map<std::pair<int, int>, std::int64_t> shares_;  // by waiting and awaited rank
+  std::map<int, std::vector<RankWait>> waits_;  // by waiting rank
   // Of what was compared:
   std::int64_t count_ = 0;
   std::set<std::int64_t> steps_;
@@ -247,6 +261,10 @@ class WaitComparison {
 };
 
 }  // namespace
+
+WaitShares share_waits(std::map<int, std::vector<RankWait>> waits, std::int64_t error_ns) {
+  return WaitSharing(std::move(waits), error_ns).shares();
+}
 
 WaitTable compare_waits(Groups& groups, const std::function<double()>& now_s) {
   Communicator& world = groups.world;
@@ -276,7 +294,7 @@ WaitTable compare_waits(Groups& groups, const std::function<double()>& now_s) {
   for (std::size_t i = 5; i + 3 <= numbers.size(); i += 3) {
     const auto awaited = static_cast<int>(numbers[i + 1]);
     const double seconds = in_seconds(numbers[i + 2]);
-    if (awaited == kUnknown) {
+    if (awaited == kUnknownRank) {
       table.unexplained_s += seconds;
     } else {
       table.waits.push_back({static_cast<int>(numbers[i]), awaited, seconds});

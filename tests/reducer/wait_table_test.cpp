@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <random>
 #include <thread>
 
 #include "hsdp/comm/operation_record.h"
@@ -12,6 +13,7 @@
 #include "hsdp/reducer_internal.h"
 #include "tests/support/process_ranks.h"
 #include "tests/support/reducer_step.h"
+#include "tests/support/written_operations.h"
 
 namespace hsdp::test {
 namespace {
@@ -135,40 +137,10 @@ TEST(WaitTable, ComparesTheOperationsOfItsReducer) {
   });
 }
 
-// A rank whose clock has an offset and another rate.
-struct RankClock {
-  double start_s = Operations::now_s();  // when it is `ahead_s` ahead
-  double ahead_s = 0;
-  double drift = 0;
-
-  [[nodiscard]] double at(double after_start_s) const {
-    return start_s + ahead_s + (1 + drift) * after_start_s;
-  }
-  [[nodiscard]] double now_s() const { return at(Operations::now_s() - start_s); }
-};
-
-// Writes operations with made-up times, relative to the start.
-class WrittenOperations {
- public:
-  WrittenOperations(const Mesh& mesh, const RankClock& clock) : reducer_(mesh), clock_(clock) {}
-
-  void write(const OperationPlace& place, double begin_s, double end_s) {
-    const Operations& operations = ReducerInternal(reducer_).operations();
-    operations.end(operations.begin(place, clock_.at(begin_s)), OperationState::kDone,
-                   clock_.at(end_s));
-  }
-  void write_word(std::int64_t step, double begin_s, double end_s) {
-    write({.kind = OperationKind::kWord, .step = step}, begin_s, end_s);
-  }
-  [[nodiscard]] WaitTable table() {
-    return reducer::compare_waits(ReducerInternal(reducer_).groups(),
-                                  [this] { return clock_.now_s(); });
-  }
-
- private:
-  Reducer reducer_;
-  RankClock clock_;
-};
+WaitTable table_of(WrittenOperations& written) {
+  return reducer::compare_waits(ReducerInternal(written.reducer()).groups(),
+                                [&] { return written.now_s(); });
+}
 
 TEST(WaitTable, ComparesRanksWhoseClocksAreApart) {
   const double start_s = Operations::now_s();
@@ -179,7 +151,7 @@ TEST(WaitTable, ComparesRanksWhoseClocksAreApart) {
       const double at_s = 0.1 * step - 1;
       written.write_word(step, mesh.rank() == 2 ? at_s + 0.06 : at_s, at_s + 0.061);
     }
-    const WaitTable table = written.table();
+    const WaitTable table = table_of(written);
     EXPECT_EQ(table.straggler, 2);
     EXPECT_EQ(table.operations, 3);
     EXPECT_EQ(table.steps, 3);
@@ -199,7 +171,7 @@ TEST(WaitTable, BlamesNoRankForTheDriftOfItsClock) {
       const double drift = mesh.rank() == 1 ? 80e-6 : mesh.rank() == 3 ? -80e-6 : 0;
       WrittenOperations written(mesh, {.start_s = start_s, .drift = drift});
       written.write_word(0, is_late && mesh.rank() == 2 ? -599 : -600, -598);
-      const WaitTable table = written.table();
+      const WaitTable table = table_of(written);
       EXPECT_EQ(table.operations, 1);
       EXPECT_NEAR(table.clock_error_s, 0.12, 0.03);
       EXPECT_EQ(table.straggler, is_late ? std::optional(2) : std::nullopt) << table.text();
@@ -215,7 +187,7 @@ TEST(WaitTable, LeavesUnexplainedWhatMayBeAnotherRanksFault) {
     WrittenOperations written(mesh, {.start_s = start_s});
     if (mesh.rank() == 3) written.write({.kind = OperationKind::kShardHop, .index = 0}, -1.8, -1.1);
     written.write_word(0, mesh.rank() == 3 ? -1 : -2, -0.9);
-    const WaitTable table = written.table();
+    const WaitTable table = table_of(written);
     EXPECT_EQ(table.operations, 1);
     EXPECT_NEAR(table.unexplained_s, 3 * 0.7, 0.05);
     EXPECT_NEAR(total(table, 3), 3 * 0.3, 0.05);
@@ -232,11 +204,79 @@ TEST(WaitTable, LeavesUnexplainedWhatHasBeenOverwritten) {
       written.write({.kind = OperationKind::kWait}, -1.4, -1.39);
     }
     written.write_word(0, mesh.rank() == 3 ? -1 : -2, -0.9);
-    const WaitTable table = written.table();
+    const WaitTable table = table_of(written);
     EXPECT_EQ(table.operations, 1);
     EXPECT_NEAR(table.unexplained_s, 3 * 0.6, 0.05);
     EXPECT_NEAR(total(table, 3), 3 * 0.4, 0.05);
   });
+}
+
+using reducer::kUnknownRank;
+using reducer::RankWait;
+using reducer::WaitShares;
+using Waits = std::map<int, std::vector<RankWait>>;
+
+// As share_waits(), but looks at every wait of the awaited rank.
+void scan_all(const Waits& waits, std::int64_t error_ns, int waiting, const RankWait& wait,
+              int links, WaitShares& shares) {
+  std::int64_t from_ns = wait.from_ns;
+  for (const RankWait& one : waits.at(wait.awaited)) {
+    const RankWait part{one.awaited, std::max(one.from_ns, from_ns),
+                        std::min(one.to_ns, wait.to_ns)};
+    const bool goes_on = one.to_ns - error_ns > wait.to_ns;
+    if (part.to_ns <= part.from_ns || goes_on || one.awaited == waiting) continue;
+    shares[{waiting, wait.awaited}] += part.from_ns - from_ns;
+    if (one.awaited == kUnknownRank || links == 8) {
+      shares[{waiting, kUnknownRank}] += part.to_ns - part.from_ns;
+    } else {
+      scan_all(waits, error_ns, waiting, part, links + 1, shares);
+    }
+    from_ns = part.to_ns;
+  }
+  shares[{waiting, wait.awaited}] += wait.to_ns - from_ns;
+}
+
+// Waits of any length overlap, as those of several lanes do.
+TEST(WaitTable, SharesAsIfItLookedAtEveryWait) {
+  std::mt19937 random(5);
+  const auto below = [&](std::int64_t end) {
+    return static_cast<std::int64_t>(random() % static_cast<std::uint64_t>(end));
+  };
+  for (int i = 0; i < 20; ++i) {
+    Waits waits;
+    for (int rank = 0; rank < 4; ++rank) {
+      std::set<std::int64_t> begins;
+      while (begins.size() < 60) begins.insert(below(10'000));
+      for (const std::int64_t from_ns : begins) {
+        const std::int64_t most = below(10) == 0 ? 4000 : 200;
+        const auto awaited = static_cast<int>((rank + 1 + below(3)) % 4);
+        waits[rank].push_back(
+            {below(20) == 0 ? kUnknownRank : awaited, from_ns, from_ns + 1 + below(most)});
+      }
+    }
+    constexpr std::int64_t kError = 20;
+    WaitShares expected;
+    for (const auto& [rank, some] : waits) {
+      for (const RankWait& one : some) {
+        if (one.awaited != kUnknownRank) scan_all(waits, kError, rank, one, 0, expected);
+      }
+    }
+    EXPECT_EQ(reducer::share_waits(waits, kError), expected);
+  }
+}
+
+// One after the other: half a minute and more if each looked at all that came before.
+TEST(WaitTable, SharesManyWaitsQuickly) {
+  constexpr std::int64_t kWaits = 300'000;
+  Waits waits;
+  for (std::int64_t i = 0; i < kWaits; ++i) {
+    waits[0].push_back({1, 10 * i, 10 * i + 8});
+    waits[1].push_back({2, 10 * i + 2, 10 * i + 5});
+  }
+  const double begin_s = Operations::now_s();
+  const WaitShares expected{{{0, 1}, 5 * kWaits}, {{0, 2}, 3 * kWaits}, {{1, 2}, 3 * kWaits}};
+  EXPECT_EQ(reducer::share_waits(waits, 1), expected);
+  EXPECT_LT(Operations::now_s() - begin_s, 10);
 }
 
 TEST(WaitTable, IsRefusedWithinAMicrobatch) {

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -23,6 +24,7 @@
 #include "hsdp/reducer/together.h"
 #include "hsdp/reducer_internal.h"
 #include "hsdp/snapshot/atomic_file.h"
+#include "hsdp/trace_settings.h"
 
 namespace hsdp {
 namespace {
@@ -54,9 +56,10 @@ class ClockLine {
   Point end_;
 };
 
-ClockLine::Point measure(Communicator& world, const std::string& key) {
-  const comm::ClockOffset clock = comm::measure_clock(world, key, Operations::now_s);
-  return {Operations::now_s(), clock};
+ClockLine::Point measure(Communicator& world, const std::string& key,
+                         const std::function<double()>& now_s) {
+  const comm::ClockOffset clock = comm::measure_clock(world, key, now_s);
+  return {now_s(), clock};
 }
 
 // One operation as a slice of the picture, in nanoseconds from the trace's begin.
@@ -75,8 +78,8 @@ bool is_of_bucket(const OperationPlace& place) {
 class RankEvents {
  public:
   RankEvents(const reducer::Groups& groups, std::vector<TimeSlice> slices,
-             const std::map<int, OperationSource>& sources)
-      : rank_(groups.world.rank()), slices_(std::move(slices)) {
+             const std::map<int, OperationSource>& sources, std::size_t part_bytes)
+      : rank_(groups.world.rank()), slices_(std::move(slices)), part_bytes_(part_bytes) {
     const int shard = groups.shard.size();
     add({{"ph", "M"},
          {"name", "process_name"},
@@ -95,16 +98,15 @@ class RankEvents {
 
   // Moves the next events to `text`; false once these were the last.
   [[nodiscard]] bool take(std::string& text) {
-    while (text_.size() < kPartBytes && next_slice_ < slices_.size()) {
+    while (text_.size() < part_bytes_ && next_slice_ < slices_.size()) {
       add_slice(slices_[next_slice_++]);
     }
-    while (text_.size() < kPartBytes && !flows_.empty()) add_flow(flows_.extract(flows_.begin()));
+    while (text_.size() < part_bytes_ && !flows_.empty()) add_flow(flows_.extract(flows_.begin()));
     text = std::exchange(text_, {});
     return next_slice_ < slices_.size() || !flows_.empty();
   }
 
  private:
-  static constexpr std::size_t kPartBytes = std::size_t{1} << 20U;
   using Bucket = std::array<std::int64_t, 4>;  // source, step, microbatch, index
   using Stations = std::map<OperationKind, const TimeSlice*>;
   using Flows = std::map<Bucket, Stations>;
@@ -228,6 +230,7 @@ class RankEvents {
 
   int rank_;
   std::vector<TimeSlice> slices_;
+  std::size_t part_bytes_;
   std::size_t next_slice_ = 0;
   Flows flows_;
   std::int64_t flow_count_ = 0;
@@ -301,8 +304,9 @@ class TraceFile {
 }  // namespace
 
 struct Trace::Parts {
-  explicit Parts(Reducer& its_reducer)
-      : reducer(its_reducer),
+  Parts(Reducer& its_reducer, TraceSettings its_settings)
+      : settings(std::move(its_settings)),
+        reducer(its_reducer),
         groups(ReducerInternal(its_reducer).groups()),
         record(groups.world.engine()->control().operations()) {}
 
@@ -310,6 +314,7 @@ struct Trace::Parts {
   [[nodiscard]] RankEvents events(const OperationRecord::Trace& trace,
                                   const ClockLine& clock) const;
 
+  TraceSettings settings;
   ReducerInternal reducer;
   reducer::Groups groups;
   std::shared_ptr<OperationRecord> record;
@@ -323,7 +328,7 @@ struct Trace::Parts {
 
 void Trace::Parts::begin(const std::filesystem::path& path) {
   bool starts = false;
-  const double start_s = Operations::now_s();
+  const double start_s = settings.now_s();
   try {
     reducer::together(groups.world, "begin its trace", [&] {
       reducer.require_idle("trace");
@@ -346,7 +351,7 @@ void Trace::Parts::begin(const std::filesystem::path& path) {
                         .remedy = "end it first"});
     });
     key = groups.world.next_exchange_key();
-    begun = measure(groups.world, key + "/begin");
+    begun = measure(groups.world, key + "/begin", settings.now_s);
     const double first_s = start_s + begun.clock.offset_s;
     groups.world.post(key, {.most = {-std::llround(first_s / kNanosecond)}});  // the earliest
     zero_s = -static_cast<double>(groups.world.collect(key, kAct).most.at(0)) * kNanosecond;
@@ -357,7 +362,7 @@ void Trace::Parts::begin(const std::filesystem::path& path) {
 }
 
 RankEvents Trace::Parts::events(const OperationRecord::Trace& trace, const ClockLine& clock) const {
-  const double now_s = Operations::now_s();
+  const double now_s = settings.now_s();
   const auto ns = [&](double own_s) {
     return std::int64_t{std::llround((clock.first_s(own_s) - zero_s) / kNanosecond)};
   };
@@ -369,12 +374,19 @@ RankEvents Trace::Parts::events(const OperationRecord::Trace& trace, const Clock
     const std::int64_t end_ns = std::max(ns(has_ended ? one.end_s : now_s), begin_ns + 1);
     slices.push_back({.one = &one, .begin_ns = begin_ns, .end_ns = end_ns});
   }
-  return {groups, std::move(slices), trace.contents.sources};
+  return {groups, std::move(slices), trace.contents.sources, settings.part_bytes};
 }
 
 Trace::Trace(Reducer& reducer, const std::filesystem::path& path)
-    : parts_(std::make_unique<Parts>(reducer)) {
+    : Trace(reducer, path, TraceSettings{}) {}
+
+Trace::Trace(Reducer& reducer, const std::filesystem::path& path, TraceSettings settings)
+    : parts_(std::make_unique<Parts>(reducer, std::move(settings))) {
   parts_->begin(path);
+}
+
+Trace begin_trace(Reducer& reducer, const std::filesystem::path& path, TraceSettings settings) {
+  return {reducer, path, std::move(settings)};
 }
 
 Trace::~Trace() {
@@ -437,7 +449,7 @@ void Trace::write() {
                            {world.world_rank(rank)});
   }
   const std::string& key = parts_->key;
-  const ClockLine clock(parts_->begun, measure(world, key + "/clock"));
+  const ClockLine clock(parts_->begun, measure(world, key + "/clock", parts_->settings.now_s));
   std::optional<RankEvents> events;
   const auto next = [&](comm::Saying& part) {
     try {

@@ -23,6 +23,8 @@
 
 namespace hsdp {
 
+struct TraceSettings;
+
 class Trace {
  public:
   // Collective. Begins. The first rank of the mesh writes the file; the other ranks' paths are not
@@ -43,6 +45,10 @@ class Trace {
   void leave(std::string_view reason) noexcept;
 
  private:
+  friend Trace begin_trace(Reducer& reducer, const std::filesystem::path& path,
+                           TraceSettings settings);
+  Trace(Reducer& reducer, const std::filesystem::path& path, TraceSettings settings);
+
   struct Parts;
   std::unique_ptr<Parts> parts_;
 };

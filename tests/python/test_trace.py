@@ -118,6 +118,58 @@ def test_a_block_that_raises_holds_up_no_other_rank(ranks: Launcher, tmp_path: p
     assert traces(tmp_path) == ["trace.json"]  # the second one
 
 
+def steps_outside_on_rank_1(path: str) -> str | None:
+    """The others take that step within their block."""
+    with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
+        step(reducer)
+        text = None
+        try:
+            with reducer.trace(path):
+                if mesh.rank == 1:
+                    raise ValueError("mine")
+                step(reducer)
+        except ValueError:
+            step(reducer)
+        except hsdp.StepAbortedError as error:
+            text = str(error)
+        step(reducer)
+        assert reducer.stats().step_count == 3
+        return text
+
+
+def test_a_rank_that_left_its_block_goes_on_with_the_others(
+    ranks: Launcher, tmp_path: pathlib.Path
+) -> None:
+    texts = ranks(4, steps_outside_on_rank_1, str(tmp_path / "trace.json"))
+    assert texts.pop(1) is None
+    assert all("got 'its block raised ValueError: mine' on rank 1 of 4" in text for text in texts)
+    assert traces(tmp_path) == []
+
+
+def leaves_the_mesh_on_rank_1(path: str) -> str:
+    """The timeout is longer than the test may take."""
+    try:
+        with hsdp.init_mesh(replicate=2, shard=2, timeout_s=600) as mesh:
+            with registered(mesh, "w", 64) as reducer:
+                step(reducer)
+                with reducer.trace(path):
+                    if mesh.rank == 1:
+                        raise ValueError("mine")
+                    step(reducer)
+    except (ValueError, hsdp.PeerLostError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_left_for_good_is_lost_to_the_others(
+    ranks: Launcher, tmp_path: pathlib.Path
+) -> None:
+    texts = ranks(4, leaves_the_mesh_on_rank_1, str(tmp_path / "trace.json"))
+    assert texts.pop(1) == "mine"
+    assert all("rank 1 of 4 was lost (" in text for text in texts), texts
+    assert traces(tmp_path) == []
+
+
 def test_a_block_within_another_is_refused(tmp_path: pathlib.Path) -> None:
     with hsdp.init_mesh() as mesh, registered(mesh, "w", 64) as reducer:
         with reducer.trace(tmp_path / "trace.json"):

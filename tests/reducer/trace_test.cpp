@@ -12,10 +12,12 @@
 #include "hsdp/error.h"
 #include "hsdp/log.h"
 #include "hsdp/reducer_internal.h"
+#include "hsdp/trace_settings.h"
 #include "tests/support/process_ranks.h"
 #include "tests/support/reducer_step.h"
 #include "tests/support/temporary_directory.h"
 #include "tests/support/trace_file.h"
+#include "tests/support/written_operations.h"
 
 namespace hsdp::test {
 namespace {
@@ -168,13 +170,58 @@ TEST_F(Traced, TellsApartReducersOfOneName) {
   }
 }
 
+// Every hop begins at the same time on all ranks, `seconds` after the one before.
+void expect_hops_together(const std::filesystem::path& path, int hops, double seconds) {
+  const TraceFile trace = read_trace(path);
+  expect_one_clock(trace, kSquare);
+  const double error_us = trace.other.at("clock_error_ms").get<double>() * 1e3;
+  EXPECT_LT(error_us, 30e3);
+  const std::vector<TraceSlice> first = trace.of(0, "shard_hop");
+  ASSERT_EQ(std::ssize(first), hops);
+  for (int rank = 0; rank < kSquare.size(); ++rank) {
+    const std::vector<TraceSlice> slices = trace.of(rank, "shard_hop");
+    ASSERT_EQ(slices.size(), first.size());
+    for (std::size_t i = 0; i < slices.size(); ++i) {
+      EXPECT_NEAR(slices[i].begin_us, first[i].begin_us, error_us) << rank;
+      const double after_us = slices[i].begin_us - slices[0].begin_us;
+      EXPECT_NEAR(after_us, static_cast<double>(i) * seconds * 1e6, 2 * error_us) << rank;
+    }
+  }
+}
+
+// The clocks run at one rate, or come up to 96 ms apart while the trace runs.
+TEST_F(Traced, ShowsRanksWhoseClocksAreApartOnOne) {
+  const double start_s = Operations::now_s();
+  for (const double drift : {0.0, 80e-6}) {
+    constexpr int kHops = 6;
+    constexpr double kApart = 100;
+    run_mesh(kSquare, [&](const Mesh& mesh) {
+      const std::array<double, 4> ahead_s{0, 5, -7, 10};
+      const std::array<double, 4> drifts{0, drift, 0, -drift};
+      const auto rank = static_cast<std::size_t>(mesh.rank());
+      WrittenOperations written(
+          mesh, {.start_s = start_s, .ahead_s = ahead_s.at(rank), .drift = drifts.at(rank)});
+      Trace trace =
+          begin_trace(written.reducer(), path(), {.now_s = [&] { return written.now_s(); }});
+      for (int i = 0; i < kHops; ++i) {
+        written.write({.kind = OperationKind::kShardHop, .step = i, .microbatch = 0, .index = 0},
+                      kApart * i + 1, kApart * i + 1.01);
+      }
+      written.skip(kApart * kHops);
+      trace.write();
+    });
+    expect_hops_together(path(), kHops, kApart);
+  }
+}
+
 // More slices than a rank keeps as text.
 TEST_F(Traced, IsWrittenInParts) {
-  constexpr int kHops = 6000;
+  constexpr int kHops = 100;
+  constexpr std::size_t kPartBytes = 4096;
   run_mesh(kTwo, [&](const Mesh& mesh) {
     Reducer reducer(mesh);
     const Operations& operations = ReducerInternal(reducer).operations();
-    Trace trace(reducer, path());
+    Trace trace = begin_trace(reducer, path(), {.part_bytes = kPartBytes});
     for (int i = 0; i < kHops; ++i) {
       for (const OperationKind kind : {OperationKind::kPack, OperationKind::kShardHop}) {
         const double at_s = Operations::now_s();
@@ -185,7 +232,7 @@ TEST_F(Traced, IsWrittenInParts) {
     }
     trace.write();
   });
-  EXPECT_GT(std::filesystem::file_size(path()), 2U << 20U);
+  EXPECT_GT(std::filesystem::file_size(path()), 10 * kPartBytes);
   const TraceFile trace = read_trace(path());
   for (const int rank : {0, 1}) {
     for (const char* const kind : {"pack", "shard_hop"}) {
@@ -380,6 +427,113 @@ TEST_F(Traced, ThatARankLeavesIsWrittenByNone) {
   }
 }
 
+// It goes on with the others' steps, whether they are in one when it leaves, or come to it later.
+TEST_F(Traced, ThatARankLeavesLosesNoStep) {
+  for (const bool is_early : {true, false}) {
+    std::atomic<bool> has_left{false};
+    std::atomic<bool> is_within{false};
+    const StepCase step = traced_step(kTwo);
+    std::vector<RankResult> results(2);
+    expect_result(kTwo, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
+      RankResult& result = results[static_cast<std::size_t>(mesh.rank())];
+      static_cast<void>(run_step(reducer, step, mesh.rank()));
+      const auto block = [&] {
+        Trace trace(reducer, path());
+        if (mesh.rank() == 1) {
+          if (!is_early) is_within.wait(false);
+          throw std::runtime_error("mine");
+        }
+        if (is_early) has_left.wait(false);
+        is_within = true;
+        is_within.notify_all();
+        result = run_step(reducer, step, mesh.rank());
+        trace.write();
+      };
+      if (mesh.rank() == 1) {
+        EXPECT_THROW(block(), std::runtime_error);
+        has_left = true;
+        has_left.notify_all();
+        result = run_step(reducer, step, mesh.rank());
+      } else {
+        EXPECT_THAT(caught<StepAbortedError>(block), says(HasSubstr("on rank 1 of 2; no file")));
+      }
+      static_cast<void>(run_step(reducer, step, mesh.rank()));
+    });
+    expect_reference(results, step, {}, kTwo, "the step that only one rank traced");
+    EXPECT_THAT(files(), ElementsAre());
+  }
+}
+
+// A Reducer's first step sets it up, which is a call of all ranks. Both are in step again
+// afterwards.
+TEST_F(Traced, ThatARankLeavesIsAMismatchOfTheFirstStep) {
+  const StepCase step = traced_step(kTwo);
+  expect_result(kTwo, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
+    const auto take_step = [&] { static_cast<void>(run_step(reducer, step, mesh.rank())); };
+    const auto block = [&] {
+      Trace trace(reducer, path());
+      if (mesh.rank() == 1) throw std::runtime_error("mine");
+      take_step();
+    };
+    if (mesh.rank() == 1) {
+      EXPECT_THROW(block(), std::runtime_error);
+      EXPECT_THAT(caught<MismatchError>(take_step), says(HasSubstr("'write its trace'")));
+    } else {
+      EXPECT_THAT(caught<MismatchError>(block),
+                  says(HasSubstr("got 'write its trace' on rank 1 of 2")));
+    }
+    take_step();
+  });
+  EXPECT_THAT(files(), ElementsAre());
+}
+
+// Its exception ends its program or closes its mesh. The timeout is longer than the test may take.
+TEST_F(Traced, ThatARankLeavesForGoodIsALostRankOfTheirSteps) {
+  for (const bool is_early : {true, false}) {
+    ProcessRanks ranks(4, {}, [&](int rank) {
+      const StepCase step = traced_step(kSquare);
+      try {
+        const Mesh mesh = init_mesh({.replicate = 2, .shard = 2, .timeout_s = 600});
+        Reducer reducer(mesh);
+        register_all(reducer, step);
+        static_cast<void>(run_step(reducer, step, rank));
+        Trace trace(reducer, path());
+        if (rank == 2) {
+          if (!is_early) ::raise(SIGSTOP);
+          throw std::runtime_error("mine");
+        }
+        if (is_early) ::raise(SIGSTOP);
+        note("steps");
+        static_cast<void>(run_step(reducer, step, rank));
+      } catch (const PeerLostError& error) {
+        note(error.what());
+      } catch (const std::runtime_error& error) {
+        note(error.what());
+        if (rank == 2) ::pause();  // its process lives on
+      }
+      return 0;
+    });
+    if (is_early) {
+      ASSERT_TRUE(ranks.wait_for_note(2, "mine"));
+    } else {
+      for (const int rank : {0, 1, 3}) ASSERT_TRUE(ranks.wait_for_note(rank, "steps"));
+    }
+    for (const int rank : is_early ? std::vector{0, 1, 3} : std::vector{2}) {
+      ASSERT_TRUE(ranks.wait_until_stopped(rank));
+      ranks.signal(rank, SIGCONT);
+    }
+    for (const int rank : {0, 1, 3}) ASSERT_TRUE(ranks.wait_for_end(rank));
+    ranks.signal(2, SIGKILL);
+    const auto outcomes = ranks.finish();
+    for (const std::size_t rank : {0U, 1U, 3U}) {
+      EXPECT_TRUE(outcomes[rank].ok()) << outcomes[rank].error;
+      EXPECT_THAT(outcomes[rank].notes,
+                  ElementsAre("steps", HasSubstr("rank 2 of 4 was lost (it closed its world)")));
+    }
+    EXPECT_THAT(files(), ElementsAre());
+  }
+}
+
 TEST_F(Traced, IsReplacedAsAWholeOrNotAtAll) {
   std::ofstream(path()) << "before";
   const auto content = [&] {
@@ -398,19 +552,21 @@ TEST_F(Traced, IsReplacedAsAWholeOrNotAtAll) {
   EXPECT_THAT(content(), HasSubstr("traceEvents"));
 }
 
-// While it is being written the file is either whole or absent.
+// Before the file is written and while it is being written, it is either whole or absent. The
+// timeout is longer than the test may take.
 TEST_F(Traced, OfARankThatDiesIsAnErrorOfTheOthers) {
   for (const int victim : {3, 0}) {
     for (int tries = 0; tries < 8; ++tries) {
       std::filesystem::remove(path());
       const auto outcomes = run_processes(4, {}, [&](int rank) {
-        const Mesh mesh = init_mesh({.replicate = 2, .shard = 2});
+        const Mesh mesh = init_mesh({.replicate = 2, .shard = 2, .timeout_s = 600});
         const StepCase step = traced_step(kSquare);
         Reducer reducer(mesh, {.bucket_bytes = 4 << 10});
         register_all(reducer, step);
         Trace trace(reducer, path());
         for (int i = 0; i < 20; ++i) static_cast<void>(run_step(reducer, step, rank));
         if (rank == victim) {
+          if (tries == 0) ::_exit(3);
           std::thread([tries] {
             std::this_thread::sleep_for(std::chrono::milliseconds(2 * tries));
             ::_exit(3);
@@ -420,20 +576,24 @@ TEST_F(Traced, OfARankThatDiesIsAnErrorOfTheOthers) {
           trace.write();
           note("written");
         } catch (const PeerLostError& error) {
-          note(error.what());
+          note(error.ranks() == std::vector{victim} ? error.what() : "blames another rank");
         }
         if (rank == victim) ::pause();
         return 0;
       });
-      const std::string lost = "rank " + std::to_string(victim) + " of 4";
+      const std::string lost = "rank " + std::to_string(victim) + " of 4 was lost (";
+      const bool is_whole = std::filesystem::exists(path());
       for (int rank = 0; rank < 4; ++rank) {
         const RankOutcome& outcome = outcomes[static_cast<std::size_t>(rank)];
         if (rank == victim) continue;
         EXPECT_TRUE(outcome.ok()) << outcome.error;
-        EXPECT_LT(outcome.seconds, 10);
-        EXPECT_THAT(outcome.notes, ElementsAre(AnyOf("written", HasSubstr(lost))));
+        if (tries == 0 || !is_whole) {
+          EXPECT_THAT(outcome.notes, ElementsAre(HasSubstr(lost)));
+        } else {
+          EXPECT_THAT(outcome.notes, ElementsAre(AnyOf("written", HasSubstr(lost))));
+        }
       }
-      if (std::filesystem::exists(path())) {
+      if (is_whole) {
         EXPECT_EQ(read_trace(path()).ranks.size(), 4U);
       }
       if (victim != 0) {

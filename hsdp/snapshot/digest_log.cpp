@@ -139,25 +139,20 @@ void DigestWriter::append(std::int64_t step, std::span<const std::uint64_t> dige
   write_whole(fd_.get(), line, path_);
 }
 
-std::vector<DigestLog> read_digests(const std::filesystem::path& folder) {
-  std::vector<DigestLog> logs;
-  for (int rank = 0;; ++rank) {
-    const std::filesystem::path path = digest_path(folder, rank);
-    std::ifstream file(path);
-    std::string line;
-    if (!std::getline(file, line)) refuse(path, "expected digests of that rank, got none");
-    DigestLog& log = logs.emplace_back();
-    log.header = header_of(line, path);
-    while (std::getline(file, line)) read_line(line, log);
-    const int size = logs.front().header.replicate_size * logs.front().header.shard_size;
-    if (log.header.rank != rank ||
-        log.header.replicate_size != logs.front().header.replicate_size ||
-        log.header.shard_size != logs.front().header.shard_size || rank >= size) {
-      refuse(path, "expected rank " + std::to_string(rank) + " of " + std::to_string(size) +
-                       ", got another run's");
-    }
-    if (rank + 1 == size) return logs;
+DigestLog read_digests(const std::filesystem::path& folder, int rank,
+                       std::optional<int> rank_count) {
+  const std::filesystem::path path = digest_path(folder, rank);
+  std::ifstream file(path);
+  std::string line;
+  if (!std::getline(file, line)) refuse(path, "expected digests of that rank, got none");
+  DigestLog log{header_of(line, path), {}};
+  const int size = log.header.replicate_size * log.header.shard_size;
+  if (log.header.rank != rank || rank >= size || size != rank_count.value_or(size)) {
+    refuse(path, "expected rank " + std::to_string(rank) + " of " +
+                     std::to_string(rank_count.value_or(size)) + ", got another run's");
   }
+  while (std::getline(file, line)) read_line(line, log);
+  return log;
 }
 
 }  // namespace hsdp

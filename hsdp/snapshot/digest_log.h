@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -52,7 +53,8 @@ struct DigestLog {
   // Of a run that went back to an earlier step, those before it and those after that.
   std::map<std::int64_t, std::vector<std::uint64_t>> steps;
 };
-// Of all ranks of a run, in their order.
-[[nodiscard]] std::vector<DigestLog> read_digests(const std::filesystem::path& folder);
+// Of one rank of a run of that many, where that is known.
+[[nodiscard]] DigestLog read_digests(const std::filesystem::path& folder, int rank,
+                                     std::optional<int> rank_count = {});
 
 }  // namespace hsdp

@@ -1,19 +1,21 @@
 #include "hsdp/tools/check_digests.h"
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
 
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
+#include "hsdp/snapshot/digest_log.h"
 #include "hsdp/tools/check_facts.h"
 #include "hsdp/tools/text_table.h"
 
 namespace hsdp {
 namespace {
 
-void require_alike(std::span<const DigestLog> a, std::span<const DigestLog> b) {
-  const DigestHeader& one = a.front().header;
-  const DigestHeader& other = b.front().header;
+void require_alike(const DigestHeader& one, const DigestHeader& other) {
   const auto shape_text = [](const DigestHeader& header) {
     return std::to_string(header.replicate_size) + "x" + std::to_string(header.shard_size);
   };
@@ -23,37 +25,28 @@ void require_alike(std::span<const DigestLog> a, std::span<const DigestLog> b) {
                          .got = shape_text(one) + " and " + shape_text(other),
                          .remedy = "compare snapshots, which may come from any"});
   }
-  for (std::size_t r = 0; r < a.size(); ++r) {
-    if (a[r].header == b[r].header) continue;
-    throw SnapshotError({.where = "digests",
-                         .expected = "the same Reducer and parameters, cut alike",
-                         .got = "others on rank " + std::to_string(r),
-                         .remedy = "compare snapshots, which may be cut in any way"});
-  }
+  if (one == other) return;
+  throw SnapshotError({.where = "digests",
+                       .expected = "the same Reducer and parameters, cut alike",
+                       .got = "others on rank " + std::to_string(one.rank),
+                       .remedy = "compare snapshots, which may be cut in any way"});
 }
 
-std::vector<std::int64_t> common_steps(std::span<const DigestLog> a, std::span<const DigestLog> b) {
-  std::vector<std::int64_t> steps;
-  for (const auto& one : a.front().steps) {
-    const std::int64_t step = one.first;
-    const auto has_step = [step](const DigestLog& log) { return log.steps.contains(step); };
-    if (std::ranges::all_of(a, has_step) && std::ranges::all_of(b, has_step)) steps.push_back(step);
-  }
-  return steps;
-}
-
-std::vector<DigestComparison::Difference> differences(std::span<const DigestLog> a,
-                                                      std::span<const DigestLog> b,
-                                                      std::int64_t step) {
-  std::vector<DigestComparison::Difference> all;
-  for (std::size_t p = 0; p < a.front().header.parts.size(); ++p) {
-    DigestComparison::Difference one{a.front().header.parts[p].name, {}};
-    for (std::size_t r = 0; r < a.size(); ++r) {
-      if (a[r].steps.at(step)[p] != b[r].steps.at(step)[p])
-        one.ranks.push_back(static_cast<int>(r));
+std::vector<DigestComparison::Difference> differences(const std::filesystem::path& a,
+                                                      const std::filesystem::path& b,
+                                                      std::int64_t step, int rank_count) {
+  std::map<std::size_t, DigestComparison::Difference> found;  // by place among the parameters
+  for (int rank = 0; rank < rank_count; ++rank) {
+    const DigestLog one = read_digests(a, rank, rank_count);
+    const std::vector<std::uint64_t> other = read_digests(b, rank, rank_count).steps.at(step);
+    for (std::size_t p = 0; p < other.size(); ++p) {
+      if (one.steps.at(step).at(p) == other[p]) continue;
+      found[p].parameter = one.header.parts[p].name;
+      found[p].ranks.push_back(rank);
     }
-    if (!one.ranks.empty()) all.push_back(std::move(one));
   }
+  std::vector<DigestComparison::Difference> all;
+  for (auto& [place, one] : found) all.push_back(std::move(one));
   return all;
 }
 
@@ -63,24 +56,39 @@ std::string steps_text(std::int64_t count) {
 
 }  // namespace
 
-DigestComparison compare_digests(std::span<const DigestLog> a, std::span<const DigestLog> b) {
-  require_alike(a, b);
-  DigestComparison comparison;
-  comparison.rank_count = static_cast<int>(a.size());
-  for (const std::int64_t step : common_steps(a, b)) {
-    ++comparison.step_count;
-    std::vector<DigestComparison::Difference> found = differences(a, b, step);
-    if (found.empty()) {
-      if (comparison.different_count == 0) ++comparison.same_until;
-      continue;
+DigestComparison compare_digests(const std::filesystem::path& a, const std::filesystem::path& b) {
+  std::map<std::int64_t, bool> steps;  // that all ranks so far have, and whether one differs
+  std::optional<int> rank_count;
+  for (int rank = 0; rank < rank_count.value_or(1); ++rank) {
+    const DigestLog one = read_digests(a, rank, rank_count);
+    const DigestLog other = read_digests(b, rank);
+    require_alike(one.header, other.header);
+    if (!rank_count) {
+      rank_count = one.header.replicate_size * one.header.shard_size;
+      for (const auto& [step, digests] : one.steps) steps[step] = false;
     }
-    if (comparison.different_count++ > 0) continue;
-    comparison.first_step = step;
-    comparison.first = std::move(found);
+    for (auto step = steps.begin(); step != steps.end();) {
+      const auto here = one.steps.find(step->first);
+      const auto there = other.steps.find(step->first);
+      if (here == one.steps.end() || there == other.steps.end()) {
+        step = steps.erase(step);
+      } else {
+        step->second = step->second || here->second != there->second;
+        ++step;
+      }
+    }
   }
-  if (comparison.step_count == 0) {
+  if (steps.empty()) {
     throw SnapshotError(
         {.where = "digests", .expected = "steps that all ranks of both runs have", .got = "none"});
+  }
+  DigestComparison comparison{.rank_count = *rank_count, .step_count = std::ssize(steps)};
+  for (const auto& [step, differs] : steps) {
+    if (differs && comparison.different_count++ == 0) comparison.first_step = step;
+    if (comparison.different_count == 0) ++comparison.same_until;
+  }
+  if (comparison.different_count > 0) {
+    comparison.first = differences(a, b, comparison.first_step, comparison.rank_count);
   }
   return comparison;
 }

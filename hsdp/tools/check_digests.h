@@ -2,12 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <nlohmann/json.hpp>
-#include <span>
 #include <string>
 #include <vector>
-
-#include "hsdp/snapshot/digest_log.h"
 
 namespace hsdp {
 
@@ -25,9 +23,10 @@ struct DigestComparison {
   std::vector<Difference> first{};
 };
 
-// Throws SnapshotError where the runs have other meshes or parameters, or no step in common.
-[[nodiscard]] DigestComparison compare_digests(std::span<const DigestLog> a,
-                                               std::span<const DigestLog> b);
+// Of the runs that wrote into these folders. Holds one rank's digests of each at a time. Throws
+// SnapshotError where the runs have other meshes or parameters, or no step in common.
+[[nodiscard]] DigestComparison compare_digests(const std::filesystem::path& a,
+                                               const std::filesystem::path& b);
 
 [[nodiscard]] std::string to_text(const DigestComparison& comparison);
 [[nodiscard]] nlohmann::ordered_json to_json(const DigestComparison& comparison);

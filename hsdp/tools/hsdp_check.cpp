@@ -107,8 +107,7 @@ ExitStatus validate(const CheckOptions& options, const Snapshot& a) {
 }
 
 ExitStatus compare_runs(const CheckOptions& options) {
-  const DigestComparison comparison =
-      compare_digests(read_digests(options.a), read_digests(*options.b));
+  const DigestComparison comparison = compare_digests(options.a, *options.b);
   print(options.json ? dump(to_json(comparison), 2) + "\n" : to_text(comparison));
   return comparison.first.empty() ? ExitStatus::kSame : ExitStatus::kDifferent;
 }

@@ -163,6 +163,22 @@ def test_digests_tell_where_two_runs_part(ranks: Launcher, tmp_path: pathlib.Pat
     assert said("--digest", one, same)[1].startswith("step 3 is the first that differs, after 3")
 
 
+def test_digests_of_many_ranks_take_the_memory_of_one(tmp_path: pathlib.Path) -> None:
+    """Those of a rank take 1.6 MB in each run."""
+    parts = [[f"p{i}", 0, 1] for i in range(100)]
+    steps = "".join(f"{step}{' 7' * len(parts)} .\n" for step in range(2000))
+    for run in ("one", "other"):
+        (tmp_path / run).mkdir()
+        for rank in range(32):
+            header = {"hsdp_digests": 1, "reducer": "r", "rank": rank, "replicate": 1, "shard": 32}
+            text = json.dumps({**header, "slices": parts}) + "\n" + steps
+            (tmp_path / run / f"digests_{rank}.txt").write_text(text)
+    within_48_mib = ["sh", "-c", 'ulimit -d 49152; exec "$@"', "sh"]
+    command = [program("hsdp_check"), "--digest", tmp_path / "one", tmp_path / "other"]
+    result = subprocess.run([*within_48_mib, *command], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout) == (0, "same: 2,000 steps\n"), result.stderr
+
+
 def test_a_folder_has_the_digests_of_one_run(tmp_path: pathlib.Path) -> None:
     with hsdp.init_mesh() as mesh:
         for name in ("a", "b"):

@@ -30,12 +30,12 @@ LIMIT_S = 240
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"\n]*)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 _EXAMPLE = re.compile(r"\]\(([./]*/examples/[^)#]+)\)")
 _NOT_RUN = "not run here"
-# What triton says at the end of a program that warm_python.py has forked.
+# What triton prints at the end of a program that warm_python.py has forked.
 _NOISE = re.compile(r"nanobind: leaked .*?/refleaks\.html", re.DOTALL)
 
 
 class PageError(AssertionError):
-    """What a reader would stumble over."""
+    """A statement of the page that does not hold."""
 
 
 class _Block(NamedTuple):
@@ -46,7 +46,7 @@ class _Block(NamedTuple):
 
 
 def blocks_of(text: str) -> list[_Block]:
-    """In the order of the page."""
+    """The blocks, in the order of the page."""
     return [
         _Block(text.count("\n", 0, found.start()) + 1, found[1], found[2] or "", found[3])
         for found in _BLOCK.finditer(text)
@@ -54,12 +54,12 @@ def blocks_of(text: str) -> list[_Block]:
 
 
 def python_blocks(text: str) -> list[str]:
-    """Those without a title."""
+    """The Python blocks without a title."""
     return [block.text for block in blocks_of(text) if block.language == "python" and not block.title]
 
 
 class Page:
-    """A page, the folder in which it is followed, and that of the Python which is typed."""
+    """A page, the folder in which it is followed, and the folder of the Python that its commands use."""
 
     def __init__(self, path: pathlib.Path, folder: pathlib.Path, python: pathlib.Path | None = None) -> None:
         self._path = path
@@ -70,7 +70,7 @@ class Page:
         self._printed: str | None = None
 
     def follow(self) -> None:
-        """PageError where something does not go as the page says."""
+        """Raises PageError if something does not go as the page says."""
         outside = _BLOCK.sub("", self._text)
         if "```" in outside or re.search(r"\n\n    \S", outside):
             raise PageError(f"{self._path.name}: expected every block between ```, with a language")
@@ -108,7 +108,7 @@ class Page:
         here = [self._python, pathlib.Path(program("hsdp_run")).parent, pathlib.Path(sys.executable).parent]
         path = ":".join([*map(str, here), os.environ["PATH"]])
         root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        # Unbuffered, processes that share an output write their lines and the ends of these in turn.
+        # Unbuffered, processes that share an output would write their lines and line ends in turn.
         env = {**os.environ, **root, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}
         if "CMakeLists.txt" in self._files and "HSDP_TOOLS" in os.environ:
             env["CMAKE_PREFIX_PATH"] = str(self._install())

@@ -62,7 +62,7 @@ def _server(folder: pathlib.Path, index: int) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """That program."""
+    """The `python` of such a folder."""
     with warm_python(tmp_path_factory.mktemp("warm")) as folder:
         yield folder / "python"
 

@@ -79,7 +79,7 @@ class CudaRules : public ::testing::Test {
     static_cast<void>(cudaGetLastError());
   }
 
-  // Destroyed when the test is over.
+  // Destroyed at the end of the test.
   cudaStream_t new_stream() { return streams_.emplace_back(make_stream()); }
   cudaEvent_t new_event() { return events_.emplace_back(make_event()); }
 

@@ -644,7 +644,7 @@ cudaError_t cudaFreeAsync(void* memory, cudaStream_t stream) {
     if (CUgraph_st* const capture = call.stream(stream).capture) {
       return is_of_graph ? call.status() : call.invalidate(*capture, cudaErrorInvalidValue);
     }
-    if (is_of_graph) return call.refuse(cudaErrorInvalidValue);  // nobody has launched it
+    if (is_of_graph) return call.refuse(cudaErrorInvalidValue);  // nothing has launched it
     const auto place = machine().memory.find(memory);
     if (place == machine().memory.end()) punish("cudaFreeAsync", "memory that was freed");
     place->second.pool->used -= std::exchange(place->second.taken, 0);

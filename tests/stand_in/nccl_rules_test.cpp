@@ -371,7 +371,7 @@ TEST_F(NcclRules, AKernelThatFailedEndsNcclsOnItsDevice) {
   stand_in::break_devices(0);
 }
 
-// allocator.cc, ncclMemAlloc: from cuMemCreate or cudaMalloc; nobody clears it.
+// allocator.cc, ncclMemAlloc: from cuMemCreate or cudaMalloc, and nothing clears it.
 TEST_F(NcclRules, NewMemoryIsNoNumber) {
   for (int round = 0; round < 3; ++round) {
     auto* const value = static_cast<float*>(library_->allocate(sizeof(float)));

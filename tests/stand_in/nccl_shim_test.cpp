@@ -112,7 +112,7 @@ auto is_finding(const std::string& kind, const std::string& rule, const std::str
   return AllOf(HasSubstr(R"("kind": ")" + kind + R"(", "rule": ")" + rule + '"'), HasSubstr(text));
 }
 
-// The shim is in use, and what it wrote before is known, before the pair begins.
+// The shim is in use before the pair begins, and what it has written until then is known.
 struct Traced {
   NewLines trace_;
 };

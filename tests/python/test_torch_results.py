@@ -1,5 +1,5 @@
-"""A step's results for users with an attached torch model: tensors, what losses are divided by, and what
-happens on a GPU, with tensors and streams that only look like CUDA's.
+"""A step's results for users with an attached torch model: tensors, and what happens on a GPU, with tensors
+and streams that only look like CUDA's.
 """
 
 from __future__ import annotations
@@ -150,66 +150,6 @@ def test_the_memory_can_be_freed(mesh: hsdp.Mesh) -> None:
     assert not storage.expired()  # for the next step
     reducer.release_memory()
     assert storage.expired()
-
-
-# What losses are divided by: the result equals that of one process that sees everything.
-
-MICROBATCHES = 3
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double().float()
-
-
-def batch_of(rank: int, microbatch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A sequence of a different length, with labels that do not count."""
-    generator = torch.Generator().manual_seed(10 * rank + microbatch)
-    length = 4 + 3 * rank + microbatch
-    labels = torch.randint(0, 5, (length,), generator=generator)
-    labels[::3] = -100
-    return torch.randn(length, 6, generator=generator), labels
-
-
-def loss_of(model: nn.Module, rank: int, m: int, reduction: str) -> torch.Tensor:
-    inputs, labels = batch_of(rank, m)
-    return nn.functional.cross_entropy(model(inputs), labels, reduction=reduction)
-
-
-def gradients(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
-
-
-def count_of(rank: int, microbatch: int) -> int:
-    return int((batch_of(rank, microbatch)[1] != -100).sum())
-
-
-def of_one_process(reduction: str, divisor: int) -> torch.Tensor:
-    model = make_model()
-    parts = [loss_of(model, rank, m, reduction) for rank in range(4) for m in range(MICROBATCHES)]
-    (torch.stack(parts).sum() / divisor).backward()
-    return gradients(model)
-
-
-@on_mesh(2, 2)
-def test_the_table_of_losses(mesh: hsdp.Mesh) -> None:
-    means = of_one_process("mean", 4 * MICROBATCHES)
-    tokens = of_one_process("sum", sum(count_of(r, m) for r in range(4) for m in range(MICROBATCHES)))
-    assert not torch.allclose(means, tokens, rtol=1e-2)
-    for divide_by, reduction, scale, expected in (
-        ("ranks", "mean", 1 / MICROBATCHES, means), ("ranks*microbatches", "mean", 1.0, means),
-        ("tokens", "sum", 1.0, tokens),
-    ):
-        model = make_model()
-        options: Any = {} if divide_by == "tokens" else {"divide_by": divide_by}
-        with attached_to(model, mesh, **options) as reducer:
-            for m in range(MICROBATCHES):
-                if divide_by == "tokens":
-                    reducer.divide_by_tokens(count_of(mesh.rank, m))
-                with reducer.microbatch(last=m == MICROBATCHES - 1):
-                    (loss_of(model, mesh.rank, m, reduction) * scale).backward()
-            reducer.gather_gradients()
-        torch.testing.assert_close(gradients(model), expected, rtol=1e-5, atol=1e-7)
 
 
 # As with DDP's find_unused_parameters: a parameter that no rank used gets no gradient, and an optimizer skips

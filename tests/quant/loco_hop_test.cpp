@@ -159,6 +159,19 @@ TEST(LocoHop, SaysInItsWordThatItsErrorsMove) {
   });
 }
 
+TEST(LocoHop, TellsFactorsApartInItsWord) {
+  test::run_world({.size = 2}, [](Communicator& world) {
+    const auto word = [&](float factor) {
+      Used used(world);
+      used.hop.scale_errors(factor);
+      return used.hop.word();
+    };
+    EXPECT_NE(word(0.0F), "1 steps");
+    EXPECT_NE(word(0.2F), word(0.59F));
+    EXPECT_NE(word(0.0625F), word(0.953125F));
+  });
+}
+
 // The next Reducer's first buckets are sent while one rank is still in its backward.
 TEST(LocoHop, GoesToAnotherReducer) {
   const auto second_step = [](bool changes) {

@@ -77,12 +77,8 @@ def test_what_is_refused() -> None:
             return str(error.value)
 
         assert "got an object of type int" in message(3, {})
-        assert "'other': expected a registered parameter" in message(reducer, {"other": whole})
-        assert "3 elements, got 2" in message(reducer, {"w": whole[:2]})
         assert "contiguous" in message(reducer, {"w": np.zeros(6, np.float32)[::2]})
         assert "array of 'w', which has a master" in message(reducer, {}, {"w": whole})
-        assert "master of 'w'" in message(reducer, {"w": whole}, {"w": whole[:1].copy()})
-        assert "unit_bytes" in message(reducer, {"w": whole}, None, 0)
         gather = hsdp.zero.ParameterGather(reducer, {"w": whole})
         reducer.close()
         gather.start()  # it needs nothing from the Reducer

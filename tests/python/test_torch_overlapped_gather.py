@@ -319,6 +319,7 @@ def test_a_rank_that_cannot_update_is_heard_by_every_reader(mesh: hsdp.Mesh) -> 
             with pytest.raises(hsdp.Error, match="no more steps") as told:
                 net.weight.sum()
             heard = str(told.value)
+            assert "rank 1" in heard and "ShardedOptimizer.step: ValueError" in heard
             with pytest.raises(hsdp.Error, match="no more steps"):
                 net(torch.ones(1, 8))
             assert type(net.weight) is ParameterInFlight

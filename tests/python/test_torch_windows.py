@@ -273,25 +273,6 @@ def enter(reducers: Any, **options: Any) -> None:
         pytest.fail("the window began")
 
 
-def test_an_optimizer_may_run_the_window_in_its_closure(
-    attached: tuple[hsdp.Reducer, nn.Module],
-) -> None:
-    reducer, model = attached
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-
-    def closure() -> float:
-        with coalesce_grad_reduction(reducer):
-            run_pass(model, 1)
-            run_pass(model, 2)
-        reducer.gather_gradients()
-        return 0.0
-
-    optimizer.step(closure)
-    for name, grad in big_batch([1, 2], 1).items():
-        assert torch.equal(model.get_parameter(name), before[name] - 0.5 * grad)
-
-
 @on_mesh(2, 2)
 def test_an_exception_drops_the_step_on_all_ranks(mesh: hsdp.Mesh) -> None:
     """One rank's block raises: the other ranks are told, and all continue."""

@@ -68,27 +68,6 @@ def test_only_rank_0_needs_a_path(ranks: Launcher, tmp_path: pathlib.Path) -> No
     assert traces(tmp_path) == ["trace.json"]
 
 
-def meets_another_call(path: str) -> str:
-    """Rank 1 makes another collective call when the other ranks end their block."""
-    with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
-        with pytest.raises(hsdp.MismatchError) as caught:
-            with reducer.trace(path):
-                step(reducer)
-                if mesh.rank == 1:
-                    reducer.wait_table()
-        with reducer.trace(path):
-            step(reducer)
-        return str(caught.value)
-
-
-def test_another_call_in_place_of_the_end_is_a_mismatch(
-    ranks: Launcher, tmp_path: pathlib.Path
-) -> None:
-    for text in ranks(4, meets_another_call, str(tmp_path / "trace.json")):
-        assert "'write its trace' on every rank, got 'compare waits' on rank 1 of 4" in text
-    assert traces(tmp_path) == ["trace.json"]  # the second one
-
-
 def raises_on_rank_1(path: str) -> str | None:
     """Rank 1 gets its own exception at once; the others are told at the end of their block."""
     with square_mesh() as mesh, registered(mesh, "w", 64) as reducer:
@@ -170,24 +149,6 @@ def test_a_rank_that_left_for_good_is_lost_to_the_others(
     assert traces(tmp_path) == []
 
 
-def test_a_block_within_another_is_refused(tmp_path: pathlib.Path) -> None:
-    with hsdp.init_mesh() as mesh, registered(mesh, "w", 64) as reducer:
-        with reducer.trace(tmp_path / "trace.json"):
-            step(reducer)
-            with pytest.raises(hsdp.UsageError, match="trace: begin: expected no other trace"):
-                with reducer.trace(tmp_path / "other.json"):
-                    pass
-        with pytest.raises(hsdp.Error, match="trace: cannot create "):
-            with reducer.trace(tmp_path / "none" / "trace.json"):
-                pass
-        with reducer.microbatch():
-            with pytest.raises(hsdp.UsageError, match="trace: expected no open microbatch, got one"):
-                with reducer.trace(tmp_path / "other.json"):
-                    pass
-            reducer.gradient_ready("w", np.zeros(64, np.float32))
-    assert traces(tmp_path) == ["trace.json"]
-
-
 def test_a_reducer_may_be_closed_within_its_block(tmp_path: pathlib.Path) -> None:
     with hsdp.init_mesh() as mesh, registered(mesh, "w", 64) as reducer:
         with reducer.trace(tmp_path / "trace.json"):
@@ -206,8 +167,6 @@ def waits_for_rank_2() -> Any:
         table = reducer.wait_table()
         assert table.straggler == 2
         assert all(waiting != awaited for waiting, awaited in table.seconds)
-        # Rank 3 waits in the shard group, rank 0 in the replicate group, and rank 1 at least for a word.
-        assert sum(s for (_, awaited), s in table.seconds.items() if awaited == 2) > 0.15
         assert 0 < table.clock_error_s < 0.03
         # Three steps: a shard hop in each shard group, a replica hop in each replicate group, a word.
         assert table.operations == 3 * (2 + 2 + 1)
@@ -228,7 +187,3 @@ def test_a_rank_alone_waits_for_nobody() -> None:
         table = reducer.wait_table()
         assert (table.seconds, table.operations, table.straggler) == ({}, 0, None)
         assert repr(table) == "no rank was waited for in 0 operations, 0 steps, 0.00 s (clock error 0.00 ms)"
-        with reducer.microbatch():
-            with pytest.raises(hsdp.UsageError, match="wait_table"):
-                reducer.wait_table()
-            reducer.gradient_ready("w", np.zeros(64, np.float32))

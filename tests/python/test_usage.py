@@ -171,10 +171,7 @@ def test_outputs_must_be_writable_and_contiguous(mesh: hsdp.Mesh) -> None:
     world = mesh.world
     frozen = np.ones(4, F32)
     frozen.flags.writeable = False
-    refused(lambda: world.all_reduce(frozen), "all_reduce", "writable", "read-only", "copy")
-    refused(lambda: world.all_reduce(DlpackOnly(frozen)), "writable")
     immutable = DlpackOnly(np.ones(4, F32), versioned=False)  # as JAX exports its arrays
-    refused(lambda: world.all_reduce(immutable), "all_reduce", "writable", "copy")
     refused(lambda: world.mean(immutable), "mean", "writable")
     refused(lambda: world.broadcast(immutable), "broadcast", "writable")
     refused(lambda: world.reduce_scatter(np.ones(4, F32), immutable), "out", "writable")
@@ -186,9 +183,6 @@ def test_outputs_must_be_writable_and_contiguous(mesh: hsdp.Mesh) -> None:
     refused(lambda: world.reduce_scatter(np.ones(4, F32), frozen), "out", "writable")
     refused(lambda: world.allocate(-1), "count")
     refused(lambda: world.allocate(1, "f8"), "'f8'")
-    refused(lambda: world.all_reduce([1.0]), "type list")
-    for number in (np.float32(1), np.int64(1)):  # NumPy would make a copy, and the sum would be lost
-        refused(lambda: world.all_reduce(number), "writable", "copy")
     x = bytearray(b"abc")
     assert world.broadcast(x) is x
 

@@ -1,5 +1,5 @@
-"""Windows around losses that run many backward passes: the cached ones of sentence-transformers,
-which embed a batch again in mini-batches inside of one backward().
+"""Windows around a loss that runs many backward passes: a cached one of sentence-transformers, which
+embeds a batch again in mini-batches inside of one backward(). The others do the same to a Reducer.
 
 Nothing is downloaded: a BERT of random weights and a tokenizer of made-up words.
 """
@@ -26,8 +26,9 @@ import hsdp
 # The ranks inherit these variables.
 os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
 
-# The meshes of each job: replicate, shard, how many of the losses run there, and how they cut batches.
-JOBS = [[(1, 2, 3, "one rows tokens"), (2, 1, 1, "one rows")], [(2, 2, 1, "one tokens")]]
+# Meshes, and how batches are cut there.
+MESHES = [(1, 2, "one rows tokens"), (2, 2, "one tokens")]
+COLUMNS = 3
 ROWS = 12  # in a rank's batch
 # By rank: how a batch is cut, so that each rank runs a different number of backward passes.
 CUTS: dict[str, dict[str, list[int]]] = {
@@ -35,13 +36,8 @@ CUTS: dict[str, dict[str, list[int]]] = {
     "rows": {"mini_batch_size": [5, 2, 3, 1]},
     "tokens": {"mini_batch_num_tokens": [40, 17, 25, 60]},
 }
-LOSSES = {
-    "CachedMultipleNegativesRankingLoss": ("MultipleNegativesRankingLoss", 3),
-    "CachedGISTEmbedLoss": ("GISTEmbedLoss", 3),
-    "CachedMultipleNegativesSymmetricRankingLoss": ("MultipleNegativesSymmetricRankingLoss", 2),
-}
-# The largest error of a parameter's gradient against float64, relative to its norm. In fp32 the losses that
-# are not cached are up to 2e-6 off; if a rank leaves out one row, the error is at least 1e-2.
+# The largest error of a parameter's gradient against float64, relative to its norm. In fp32 the loss that
+# is not cached is up to 2e-6 off; if a rank leaves out one row, the error is at least 1e-2.
 TOLERANCE = 1e-5
 # Relative to the model's norm: smaller norms are replaced by this. Key biases do not change an attention, so
 # their gradients are rounding errors only.
@@ -71,25 +67,22 @@ def make_model(seed: int) -> Any:
         return SentenceTransformer(modules=[Transformer(folder), Pooling(32)])
 
 
-def make_batch(rank: int, columns: int) -> Batch:
+def make_batch(rank: int) -> Batch:
     """Columns of sentences of all lengths, all different."""
-    choose = random.Random(100 * columns + rank)
+    choose = random.Random(100 * COLUMNS + rank)
     sentences: set[str] = set()
-    while len(sentences) < columns * ROWS:
+    while len(sentences) < COLUMNS * ROWS:
         words = choose.choices(WORDS[5:], k=choose.randint(1, 12))
         sentences.add(" ".join(words))
     shuffled = sorted(sentences)
     choose.shuffle(shuffled)
-    return [shuffled[c * ROWS : (c + 1) * ROWS] for c in range(columns)]
+    return [shuffled[c * ROWS : (c + 1) * ROWS] for c in range(COLUMNS)]
 
 
-def make_loss(name: str, model: Any, guide: Any, **options: int) -> Any:
+def make_loss(name: str, model: Any, **options: int) -> Any:
     from sentence_transformers.sentence_transformer import losses
 
-    make = getattr(losses, name)
-    if "GIST" in name:  # with the default of 0.01 some rows have almost no gradient
-        return make(model, guide, temperature=0.05, **options)
-    return make(model, **options)
+    return getattr(losses, name)(model, **options)
 
 
 def loss_of(loss: Any, batch: Batch) -> torch.Tensor:
@@ -97,10 +90,10 @@ def loss_of(loss: Any, batch: Batch) -> torch.Tensor:
     return found
 
 
-def float64_mean(mesh: hsdp.Mesh, name: str, model: Any, guide: Any, batch: Batch) -> Gradients:
+def float64_mean(mesh: hsdp.Mesh, model: Any, batch: Batch) -> Gradients:
     """The mean of the ranks' gradients of the uncached loss, in float64."""
-    model, guide = copy.deepcopy(model).double(), copy.deepcopy(guide).double()
-    loss_of(make_loss(name, model, guide), batch).backward()
+    model = copy.deepcopy(model).double()
+    loss_of(make_loss("MultipleNegativesRankingLoss", model), batch).backward()
     means = {}
     for parameter_name, p in model.named_parameters():
         grad = torch.zeros_like(p) if p.grad is None else p.grad  # the pooler's, which is unused
@@ -177,58 +170,46 @@ def run_without_a_window(reducer: hsdp.Reducer, loss: Any, batch: Batch) -> dict
     return {"refused": refused, "same": same_bits(loss.model, bits)}
 
 
-def run_mesh(replicate: int, shard: int, loss_count: int, cuts: str) -> dict[str, Any]:
+def run_mesh(replicate: int, shard: int, cuts: str) -> dict[str, Any]:
     cases = []
     with hsdp.init_mesh(replicate, shard) as mesh:
-        model, guide = make_model(mesh.rank), make_model(100)
+        model = make_model(mesh.rank)
         hsdp.broadcast_parameters(mesh, model)
-        plain = copy.deepcopy(model)
+        batch = make_batch(mesh.rank)
+        want = float64_mean(mesh, model, batch)
         reducer = hsdp.Reducer(mesh, bucket_bytes=16384, missing="zero")
         reducer.attach(model)
-        for name, (plain_name, columns) in list(LOSSES.items())[:loss_count]:
-            batch = make_batch(mesh.rank, columns)
-            want = float64_mean(mesh, plain_name, plain, guide, batch)
-            for cut in cuts.split() if not cases else ["rows"]:
-                options = {option: sizes[mesh.rank] for option, sizes in CUTS[cut].items()}
-                loss = make_loss(name, model, guide, **options)
-                for accumulate in ("buffer", "grad"):
-                    case = run_case(reducer, loss, batch, want, accumulate)
-                    cases.append({**case, "loss": name, "cut": cut, "accumulate": accumulate})
+        for cut in cuts.split():
+            options = {option: sizes[mesh.rank] for option, sizes in CUTS[cut].items()}
+            loss = make_loss("CachedMultipleNegativesRankingLoss", model, **options)
+            for accumulate in ("buffer", "grad"):
+                case = run_case(reducer, loss, batch, want, accumulate)
+                cases.append({**case, "cut": cut, "accumulate": accumulate})
         without = run_without_a_window(reducer, loss, batch)
     return {"cases": cases, "without": without}
 
 
-def run_meshes(*meshes: Any) -> list[dict[str, Any]]:
-    return [run_mesh(*mesh) for mesh in meshes]
+@pytest.fixture(scope="module", params=MESHES, ids=["1x2", "2x2"])
+def found(request: pytest.FixtureRequest, module_ranks: Launcher) -> list[dict[str, Any]]:
+    """By rank."""
+    replicate, shard, cuts = request.param
+    return list(module_ranks(replicate * shard, run_mesh, replicate, shard, cuts))
 
 
-@pytest.fixture(scope="module", params=JOBS, ids=["2 ranks", "4 ranks"])
-def found(
-    request: pytest.FixtureRequest, module_ranks: Launcher
-) -> list[list[dict[str, Any]]]:
-    """By mesh and rank."""
-    meshes = request.param
-    by_rank = module_ranks(meshes[0][0] * meshes[0][1], run_meshes, *meshes)
-    return [list(mesh) for mesh in zip(*by_rank, strict=True)]
+def test_gradients_are_those_of_the_whole_batch(found: list[dict[str, Any]]) -> None:
+    for cases in zip(*(result["cases"] for result in found), strict=True):
+        assert all(case["distance"] <= TOLERANCE for case in cases), cases
+        assert len({case["passes"] for case in cases}) == (1 if cases[0]["cut"] == "one" else len(found))
 
 
-def test_gradients_are_those_of_the_whole_batch(found: list[list[dict[str, Any]]]) -> None:
-    for ranks in found:
-        for cases in zip(*(result["cases"] for result in ranks), strict=True):
-            assert all(case["distance"] <= TOLERANCE for case in cases), cases
-            assert len({case["passes"] for case in cases}) == (1 if cases[0]["cut"] == "one" else len(ranks))
+def test_a_declared_number_of_passes_changes_no_bit(found: list[dict[str, Any]]) -> None:
+    for result in found:
+        for case in result["cases"]:
+            assert case["declared"], case
 
 
-def test_a_declared_number_of_passes_changes_no_bit(found: list[list[dict[str, Any]]]) -> None:
-    for ranks in found:
-        for result in ranks:
-            for case in result["cases"]:
-                assert case["declared"], case
-
-
-def test_without_a_window_they_are_refused(found: list[list[dict[str, Any]]]) -> None:
-    for ranks in found:
-        for result in ranks:
-            without = result["without"]
-            assert "one gradient" in without["refused"], without
-            assert without["same"], "expected the next window to be as the one before"
+def test_without_a_window_they_are_refused(found: list[dict[str, Any]]) -> None:
+    for result in found:
+        without = result["without"]
+        assert "one gradient" in without["refused"], without
+        assert without["same"], "expected the next window to be as the one before"

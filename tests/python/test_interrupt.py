@@ -28,8 +28,6 @@ def one_step(reducer: hsdp.Reducer, rank: int) -> None:
 
 WAITS: dict[str, Callable[[hsdp.Mesh, hsdp.Reducer], Any]] = {
     "all_reduce": lambda mesh, reducer: mesh.world.all_reduce(np.ones(1000, np.float32)),
-    "barrier": lambda mesh, reducer: mesh.world.barrier(),
-    "all_gather": lambda mesh, reducer: mesh.world.all_gather(np.ones(3, np.uint8)),
     "shard": lambda mesh, reducer: reducer.shard("w"),
     "grad_norm": lambda mesh, reducer: reducer.grad_norm(),
     "finish": lambda mesh, reducer: (reducer.finish(), reducer.shard("w")),

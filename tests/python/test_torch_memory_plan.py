@@ -14,7 +14,7 @@ from torch import nn
 import hsdp
 from hsdp.zero import ShardedOptimizer, coalesce_grad_reduction
 
-STEPS = 3
+STEPS = 2
 MICROBATCHES = 2
 HOPS: dict[str, Any] = {
     "plain": lambda: None,

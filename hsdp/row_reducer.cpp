@@ -18,6 +18,7 @@
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/hop_owner.h"
 #include "hsdp/reducer/outcome.h"
+#include "hsdp/reducer/row_check.h"
 #include "hsdp/reducer/row_steps.h"
 #include "hsdp/reducer/row_sums.h"
 #include "hsdp/reducer/together.h"
@@ -49,14 +50,20 @@ std::vector<std::string> group_names(const std::vector<RowGroup>& groups) {
 }
 
 void compare_models(const std::vector<RowGroup>& groups, const ReplicaHop& hop,
-                    Communicator& world) {
+                    std::int64_t verify_every, Communicator& world) {
   std::vector<std::string> lines;
   reducer::together(world, "describe its model and hop", [&] {
+    if (verify_every < 0) {
+      throw UsageError({.where = "replica_hook",
+                        .expected = "verify_every of at least 1, or 0 for no step",
+                        .got = std::to_string(verify_every)});
+    }
     const std::string description = hop.describe();
     reducer::check_description(description);
     lines = model_lines(groups);
     lines.push_back("the hop " + description + " sends " +
                     (hop.wire() ? std::string(name(*hop.wire())) : "the dtype of the rows"));
+    lines.push_back("verify_every " + std::to_string(verify_every));
   });
   const auto difference = reducer::compare_lines(world, lines, "compare its model and hop");
   if (!difference) return;
@@ -99,12 +106,13 @@ struct RowReducer::Parts {
   };
 
   Parts(reducer::Groups its_ranks, std::vector<RowGroup> its_groups,
-        std::shared_ptr<ReplicaHop> its_hop)
+        std::shared_ptr<ReplicaHop> its_hop, std::int64_t verify_every)
       : ranks(std::move(its_ranks)),
         hop(std::move(its_hop)),
         outcome(ranks.world),
         sums(ranks, its_groups.size(), outcome),
-        steps(ranks, group_names(its_groups), outcome, sums,
+        check(verify_every, ranks),
+        steps(ranks, group_names(its_groups), outcome, sums, check,
               [this] { return owner ? &*owner : nullptr; }) {
     content->set(its_groups);
     for (RowGroup& group : its_groups) groups.push_back({.of = std::move(group)});
@@ -116,7 +124,8 @@ struct RowReducer::Parts {
   [[nodiscard]] bool is_alone() const { return ranks.replicate.size() == 1; }
   [[nodiscard]] Group& group(int number) { return groups[steps.index(number)]; }
   [[nodiscard]] HopPlan hop_plan() const;
-  void check(const RowGroup& group, std::string_view what, const TensorView& values) const;
+  void require_fits(const RowGroup& group, std::string_view what, const TensorView& values) const;
+  [[nodiscard]] std::vector<reducer::RowCheck::Run> runs() const;
   void prepare_hop();
   void add_up(int number, const Row& row, const TensorView& total, Stream& stream);
   void over_replicas(int number, const Row& row, const TensorView& total, Stream& stream);
@@ -128,6 +137,7 @@ struct RowReducer::Parts {
   std::shared_ptr<ReplicaHop> hop;
   reducer::Outcome outcome;
   reducer::RowSums sums;
+  reducer::RowCheck check;
   reducer::RowSteps steps;
   std::optional<reducer::HopOwner> owner;  // where there are several replicas
   std::shared_ptr<RowContent> content = std::make_shared<RowContent>();
@@ -167,8 +177,8 @@ HopPlan RowReducer::Parts::hop_plan() const {
   return plan;
 }
 
-void RowReducer::Parts::check(const RowGroup& group, std::string_view what,
-                              const TensorView& values) const {
+void RowReducer::Parts::require_fits(const RowGroup& group, std::string_view what,
+                                     const TensorView& values) const {
   const auto refuse = [&](const std::string& expected, const std::string& got,
                           const std::string& remedy = {}) {
     const std::string where = "replica_hook: " + std::string(what) + " of " + group.name;
@@ -185,6 +195,18 @@ void RowReducer::Parts::check(const RowGroup& group, std::string_view what,
     refuse("memory on " + to_string(ranks.device), to_string(values.device),
            "make the mesh for the model's device");
   }
+}
+
+std::vector<reducer::RowCheck::Run> RowReducer::Parts::runs() const {
+  std::vector<reducer::RowCheck::Run> all;
+  for (int g = 0; g < std::ssize(groups); ++g) {
+    const RowGroup& of = groups[static_cast<std::size_t>(g)].of;
+    for (const ParameterRange& range : of.ranges) {
+      const HopParameter& parameter = of.parameters[static_cast<std::size_t>(range.parameter)];
+      all.push_back({g, range, "'" + parameter.name + "' of " + of.name});
+    }
+  }
+  return all;
 }
 
 // Once the last step has ended for it.
@@ -235,17 +257,21 @@ void RowReducer::Parts::over_replicas(int number, const Row& row, const TensorVi
   const bool is_done = ranks.on_host() && reduced.complete();
   operation.end(is_done ? OperationState::kDone : OperationState::kIssued);
   sums.follow(reduced, stream);
+  if (check.is_due(steps.step())) {
+    if (!check.has_begun(steps.step())) check.begin(steps.step(), runs());
+    check.add(number, total, stream);
+  }
   ++reduce_count;
 }
 
 RowReducer::RowReducer(const Mesh& mesh, std::vector<RowGroup> groups,
-                       std::shared_ptr<ReplicaHop> hop) {
+                       std::shared_ptr<ReplicaHop> hop, std::int64_t verify_every) {
   if (!hop) hop = std::make_shared<PlainHop>();
   Communicator world = mesh.world();
   reducer::together(world, "make its replica hook", start_flight_writer);
-  compare_models(groups, *hop, world);
+  compare_models(groups, *hop, verify_every, world);
   parts_ = std::make_unique<Parts>(reducer::make_groups(mesh, "replica_hook"), std::move(groups),
-                                   std::move(hop));
+                                   std::move(hop), verify_every);
   if (parts_->is_alone()) {
     parts_->hop->set_unused();
     return;
@@ -292,7 +318,7 @@ bool RowReducer::requires_all_reduce(int group) const {
 
 void RowReducer::keep(int group, const Row& row, const Stream& stream) {
   parts_->outcome.rethrow_failure("keep");
-  parts_->check(parts_->group(group).of, kGradients, row.values);
+  parts_->require_fits(parts_->group(group).of, kGradients, row.values);
   reducer::RowSteps& steps = parts_->steps;
   parts_->sums.keep(steps.index(group), row.values, steps.keeps(group), stream);
   steps.count_kept(group);
@@ -303,8 +329,8 @@ void RowReducer::reduce(int group, const Row& row, TensorView total, Stream& str
   const RowGroup& of = parts_->group(group).of;
   parts_->steps.begin_reduce();
   try {
-    if (row.values.data != nullptr) parts_->check(of, kGradients, row.values);
-    parts_->check(of, kTotal, total);
+    if (row.values.data != nullptr) parts_->require_fits(of, kGradients, row.values);
+    parts_->require_fits(of, kTotal, total);
   } catch (const UsageError& error) {
     reject(error.what());
     throw;

@@ -60,8 +60,11 @@ struct Row {
 
 class RowReducer {
  public:
-  // Groups and hop must be the same on all ranks; MismatchError if not. Without a hop: PlainHop.
-  RowReducer(const Mesh& mesh, std::vector<RowGroup> groups, std::shared_ptr<ReplicaHop> hop = {});
+  // All must be the same on all ranks; MismatchError if not. Without a hop: PlainHop.
+  // `verify_every`: in every Nth step the replicas compare the bits of their totals; 0: in none. If
+  // they differ, end_finish() or the next step's first reduce() throws a MismatchError.
+  RowReducer(const Mesh& mesh, std::vector<RowGroup> groups, std::shared_ptr<ReplicaHop> hop = {},
+             std::int64_t verify_every = 0);
   // Drops a step that is begun. Waits for no other rank, even after another drop.
   ~RowReducer();
   RowReducer(RowReducer&&) noexcept;

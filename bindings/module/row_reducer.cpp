@@ -60,11 +60,13 @@ class RowReducerHandle {
 
  public:
   RowReducerHandle(const MeshHandle& mesh, const std::vector<py::dict>& groups,
-                   std::shared_ptr<ReplicaHop> hop)
+                   std::shared_ptr<ReplicaHop> hop, std::int64_t verify_every)
       : interrupt_(mesh.interrupt()), caller_(mesh.caller()) {
     rows_ = call_interruptibly(
-        [mesh = mesh.mesh(), groups = row_groups(groups), hop = std::move(hop)]() mutable {
-          return make_owned_by_process(RowReducer(mesh, std::move(groups), std::move(hop)));
+        [mesh = mesh.mesh(), groups = row_groups(groups), hop = std::move(hop),
+         verify_every]() mutable {
+          return make_owned_by_process(
+              RowReducer(mesh, std::move(groups), std::move(hop), verify_every));
         },
         interrupt_);
   }
@@ -173,7 +175,8 @@ void bind_row_reducer(py::module_& module) {
           },
           "What travels: \"f32\", \"bf16\" or \"f16\"; None: what travels in the shard group.");
   py::class_<RowReducerHandle>(module, "RowReducer")
-      .def(py::init<const MeshHandle&, const std::vector<py::dict>&, std::shared_ptr<ReplicaHop>>())
+      .def(py::init<const MeshHandle&, const std::vector<py::dict>&, std::shared_ptr<ReplicaHop>,
+                    std::int64_t>())
       .def("set_groups", &RowReducerHandle::set_groups)
       .def("set_requires_all_reduce", &RowReducerHandle::set_requires_all_reduce)
       .def("requires_all_reduce", &RowReducerHandle::requires_all_reduce)

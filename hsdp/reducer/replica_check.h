@@ -12,9 +12,8 @@
 #include <vector>
 
 #include "hsdp/bucket_layout.h"
-#include "hsdp/comm/control.h"
-#include "hsdp/device/buffer.h"
 #include "hsdp/device/stream.h"
+#include "hsdp/reducer/digest_comparison.h"
 #include "hsdp/reducer/gradient_memory.h"
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/parameter_table.h"
@@ -30,12 +29,11 @@ class ReplicaCheck {
 
   // True for every `every`th step, if there are several replicas.
   [[nodiscard]] bool is_due(std::int64_t step) const {
-    return digest_.size() > 0 && (step + 1) % every_ == 0;
+    return digest_.count() > 0 && (step + 1) % every_ == 0;
   }
   // Enqueues the digest of the result behind the work of `stream` so far.
   void take(const Stream& stream);
-  // After the device has done that: numbers of which the ranks exchange the largest, so that the
-  // message does not grow with the replicas.
+  // After the device has done that: numbers of which the ranks exchange the largest.
   [[nodiscard]] std::vector<std::int64_t> claim() const;
   // `most`: the largest of all ranks' claims. If replicas differ, ends the world on every rank by a
   // MismatchError that names the parameter, its bucket and the ranks in the minority.
@@ -51,15 +49,13 @@ class ReplicaCheck {
   [[nodiscard]] std::vector<Run> runs() const;
   // The digests of the runs. Waits for the device.
   [[nodiscard]] std::vector<std::optional<std::string>> digests(std::span<const Run> runs) const;
-  // Collective over the replicas of this rank's rows: the first difference.
-  [[nodiscard]] comm::Failure find_difference(std::int64_t step, const std::string& key);
 
   std::int64_t every_;
   const ParameterTable& parameters_;
   const BucketLayout& layout_;
   const GradientMemory& memory_;
   Groups groups_;
-  Buffer digest_;  // pinned; empty: nothing is compared
+  Digests digest_;  // empty: nothing is compared
 };
 
 }  // namespace hsdp::reducer

@@ -26,10 +26,11 @@ WordNames row_names(const std::vector<std::string>& groups) {
 }  // namespace
 
 RowSteps::RowSteps(const Groups& ranks, std::vector<std::string> group_names, Outcome& outcome,
-                   RowSums& sums, std::function<HopOwner*()> hop)
+                   RowSums& sums, RowCheck& check, std::function<HopOwner*()> hop)
     : ranks_(ranks),
       outcome_(outcome),
       sums_(sums),
+      check_(check),
       hop_(std::move(hop)),
       agreement_(ranks.world, Communicator(ranks.world).next_exchange_key(),
                  row_names(group_names)) {
@@ -168,7 +169,7 @@ void RowSteps::end_finish() {
   next_step();
   if (is_alone()) return;
   compare_calls(step, "finish");
-  agreement_.post_nonfinite(step, sums_.take_nonfinite());
+  post_end(step);
   settle(step);
 }
 
@@ -198,7 +199,7 @@ RowSteps::Posted RowSteps::post(StatusWord word) {
     }
   }
   if (agreement_.ended_steps() < step_ && !own_drop_) {
-    agreement_.post_nonfinite(step_ - 1, sums_.take_nonfinite());
+    post_end(step_ - 1);
   }
   return {agreement_.post(word), step_};
 }
@@ -250,10 +251,18 @@ bool RowSteps::is_behind(const Words& words, std::int64_t step) const {
   return agreement_.ended_steps() < step && words.least_step() < step;
 }
 
+void RowSteps::post_end(std::int64_t step) {
+  const bool is_nonfinite = sums_.take_nonfinite();
+  agreement_.post_nonfinite(step, is_nonfinite, {}, check_.claim(step));
+}
+
 // The outcome of a step comes with the first word of the next one.
 void RowSteps::settle(std::int64_t step) {
   if (agreement_.ended_steps() > step) return;
-  outcome_.guard(kNoStep, [&] { static_cast<void>(agreement_.settle(step)); });
+  const StepLooks looks{.at_most = [&](std::span<const std::int64_t> most) {
+    check_.require_equal(step, most, agreement_);
+  }};
+  outcome_.guard(kNoStep, [&] { static_cast<void>(agreement_.settle(step, looks)); });
   outcome_.rethrow_failure("end of a step");
 }
 

@@ -16,6 +16,7 @@
 #include "hsdp/reducer/groups.h"
 #include "hsdp/reducer/hop_owner.h"
 #include "hsdp/reducer/outcome.h"
+#include "hsdp/reducer/row_check.h"
 #include "hsdp/reducer/row_sums.h"
 #include "hsdp/reducer/status_word.h"
 #include "hsdp/reducer/step_agreement.h"
@@ -26,7 +27,7 @@ class RowSteps {
  public:
   // All that it refers to outlives it.
   RowSteps(const Groups& ranks, std::vector<std::string> group_names, Outcome& outcome,
-           RowSums& sums, std::function<HopOwner*()> hop);
+           RowSums& sums, RowCheck& check, std::function<HopOwner*()> hop);
 
   // Adds a section to each status word, and tells `party` how each step ends.
   void add_party(std::weak_ptr<StepParty> party) { agreement_.add_party(std::move(party), 0); }
@@ -97,6 +98,8 @@ class RowSteps {
   void judge_own_drop();
   // Whether a rank has not ended the step before that one, and never will.
   [[nodiscard]] bool is_behind(const Words& words, std::int64_t step) const;
+  // Waits for the step's work, and says what the ranks compare at its end.
+  void post_end(std::int64_t step);
   void settle(std::int64_t step);
   void end_dropped(std::int64_t step, const std::string& cause);
   void drop(std::string_view reason);
@@ -112,6 +115,7 @@ class RowSteps {
   std::vector<Group> groups_;
   Outcome& outcome_;
   RowSums& sums_;
+  RowCheck& check_;
   std::function<HopOwner*()> hop_;  // returns null without replicas, or after it was let go
   StepAgreement agreement_;
 

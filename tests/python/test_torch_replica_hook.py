@@ -53,7 +53,7 @@ def finish_what_did_not_run(folder: str) -> None:
     with hsdp.init_mesh(2, 2) as mesh:
         for skips in (in_the_last, on_one_replica_only):
             model = two_parts(shard_mesh)
-            handle = hsdp.torch.replica_hook(model, mesh)
+            handle = hsdp.torch.replica_hook(model, mesh, verify_every=1)
             assert handle.modules == ("'early'", "'late'") and handle.mesh is mesh
             run_parts(model, handle, mesh.rank, skips)
             check_parts(model, skips)
@@ -115,7 +115,7 @@ def check_freezing(mesh: hsdp.Mesh, shard_mesh: Any) -> None:
         return False
 
     model = two_parts(shard_mesh)
-    handle = hsdp.torch.replica_hook(model, mesh)
+    handle = hsdp.torch.replica_hook(model, mesh, verify_every=1)
     run_parts(model, handle, mesh.rank, never)
     for part in (model.early, model.late):
         for free in (False, True):

@@ -43,6 +43,10 @@ def test_wrong_use_is_refused(tmp_path: str) -> None:
         refused("2-D mesh .1, 2.*dp_shard", fully_shard(nn.Linear(2, 2), mesh=mesh_2d), mesh)
         good = fully_shard(nn.Linear(2, 2), mesh=mesh_2d["shard"])
         refused(r"hop: expected.*got.*str.*PlainHop", good, mesh, "bf16")
+        with pytest.raises(hsdp.UsageError, match="verify_every: expected a whole number, got 0.5"):
+            hsdp.torch.replica_hook(good, mesh, verify_every=0.5)  # type: ignore[arg-type]
+        with pytest.raises(hsdp.UsageError, match="verify_every of at least 1, or 0 for no step, got -1"):
+            hsdp.torch.replica_hook(good, mesh, verify_every=-1)
         refused("^replica_hook: mesh: expected an hsdp.Mesh.*the model comes first", good, "mesh")
         alone = fully_shard(nn.Linear(2, 2), mesh=flat["shard"])
         refused(r"ranks \[0, 1\].*got ranks \[[01]\].*init_device_mesh", alone, mesh)

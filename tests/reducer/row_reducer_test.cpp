@@ -10,12 +10,14 @@
 #include <future>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "hsdp/error.h"
 #include "tests/support/fake_hop.h"
+#include "tests/support/flipping_hop.h"
 #include "tests/support/reducer_step.h"
 
 namespace hsdp {
@@ -77,8 +79,9 @@ Values mean_of(const std::vector<int>& backwards, int module) {
 // One rank's model: what a backward leaves in its gradients.
 class Modules {
  public:
-  explicit Modules(const Mesh& mesh, std::shared_ptr<ReplicaHop> hop = {})
-      : rank_(mesh.rank()), rows(mesh, two_modules(), std::move(hop)) {}
+  explicit Modules(const Mesh& mesh, std::shared_ptr<ReplicaHop> hop = {},
+                   std::int64_t verify_every = 1)
+      : rank_(mesh.rank()), rows(mesh, two_modules(), std::move(hop), verify_every) {}
 
   void set_last(bool last) { rows.set_requires_all_reduce(last, std::vector<int>{kEarly, kLate}); }
   // In the order of a backward: the last module first.
@@ -615,6 +618,131 @@ TEST(RowReducer, OfOneReplicaSumsBackwards) {
     EXPECT_EQ(modules.gradients[kEarly], sum);
     EXPECT_TRUE(modules.finish().empty());
     EXPECT_EQ(modules.rows.all_reduce_count(), 0);
+  });
+}
+
+// Steps on every rank, with that flip on one of them, until the replicas' totals are found to
+// differ; after finish() if it `finishes`.
+std::vector<std::optional<MismatchError>> steps_with_flip(MeshShape shape, int flipping_rank,
+                                                          const FlippingHop::Flip& flip,
+                                                          std::int64_t every, bool finishes) {
+  std::vector<std::optional<MismatchError>> first(static_cast<std::size_t>(shape.size()));
+  run_patiently(shape, [&](const Mesh& mesh) {
+    const bool flips = mesh.rank() == flipping_rank;
+    Modules modules(mesh, std::make_shared<FlippingHop>(flips ? flip : FlippingHop::Flip()), every);
+    for (int step = 0; step < 4; ++step) {
+      auto error = caught<MismatchError>([&] {
+        modules.step({0, 1});
+        if (finishes) static_cast<void>(modules.finish());
+      });
+      if (!error) continue;
+      EXPECT_EQ(step, flip.step + (finishes ? 0 : 1));
+      first[static_cast<std::size_t>(mesh.rank())] = error;
+      return;
+    }
+  });
+  return first;
+}
+
+TEST(RowReducer, VerifyEveryNamesParameterAndRankOfOneFlippedBit) {
+  constexpr MeshShape kShape{3, 2};
+  struct Place {
+    int module;
+    std::int64_t element;
+    std::string name;
+  };
+  for (int rank = 0; rank < kShape.size(); ++rank) {
+    for (const Place& place :
+         {Place{kEarly, 11, "'early.w' of early"}, Place{kLate, 0, "'late.w' of late"},
+          Place{kLate, 7, "'late.b' of late"}}) {
+      for (const bool finishes : {false, true}) {
+        const FlippingHop::Flip flip{FlippingHop::When::kAfterSum, 1, place.module,
+                                     32 * place.element};
+        const std::string on = "on rank " + std::to_string(rank) + " of 6 than on the rest";
+        for (const auto& error : steps_with_flip(kShape, rank, flip, 2, finishes)) {
+          EXPECT_THAT(error,
+                      names({rank}, AllOf(HasSubstr("replica_hook: verify_every: expected the same "
+                                                    "result of " +
+                                                    place.name),
+                                          HasSubstr("in step 1"), HasSubstr(on))));
+        }
+      }
+    }
+  }
+}
+
+// Step 1 is no third one, a flip before the sum is in all totals, and padding is nobody's.
+TEST(RowReducer, VerifyEveryDoesNotSeeWhatItDoesNotCompare) {
+  using When = FlippingHop::When;
+  const auto expect_none = [](const FlippingHop::Flip& flip, std::int64_t every) {
+    for (const auto& error : steps_with_flip({2, 1}, 1, flip, every, true)) {
+      EXPECT_EQ(error, std::nullopt);
+    }
+  };
+  expect_none({When::kAfterSum, 1, kEarly, 0}, 3);
+  expect_none({When::kAfterSum, 1, kEarly, 0}, 0);
+  expect_none({When::kBeforeSum, 1, kEarly, 0}, 1);
+  expect_none({When::kAfterSum, 1, kLate, 32 * 5}, 1);
+}
+
+// Also with rows that are left over, dropped steps, and parameters that are frozen between steps.
+TEST(RowReducer, VerifyEveryIsContentWithEqualTotals) {
+  run_two([](const Mesh& mesh) {
+    Modules modules(mesh, {}, 1);
+    modules.step({0, 1});
+    modules.expect({0, 1}, "compared");
+    modules.set_last(false);
+    modules.backward(0);
+    modules.set_last(true);
+    modules.backward(1, {kEarly});
+    EXPECT_THAT(modules.finish(), ElementsAre(kLate));
+    modules.rows.set_groups(frozen_modules());
+    modules.rows.set_groups(two_modules());
+    modules.set_last(false);
+    modules.backward(0);
+    if (mesh.rank() == 1) {
+      modules.rows.abandon_step("a bad batch");
+    } else {
+      modules.set_last(true);
+      EXPECT_THROW(modules.backward(1), StepAbortedError);
+    }
+    for (int step = 0; step < 3; ++step) modules.step({0, 1});
+    modules.finish();
+    modules.expect({0, 1}, "after a drop");
+  });
+}
+
+// Neither in the next step, which is not compared, nor in the one after it.
+TEST(RowReducer, VerifyEveryForgetsADroppedStep) {
+  run_two([](const Mesh& mesh) {
+    const auto when = mesh.rank() == 1 ? FlippingHop::When::kAfterSum : FlippingHop::When::kNever;
+    Modules modules(mesh, std::make_shared<FlippingHop>(FlippingHop::Flip{when, 1, kEarly, 0}), 2);
+    modules.step({0, 1});
+    modules.finish();
+    modules.rows.set_requires_all_reduce(false, std::vector<int>{kLate});
+    modules.backward(0);
+    if (mesh.rank() == 1) {
+      modules.rows.abandon_step("a bad batch");
+    } else {
+      modules.set_last(true);
+      EXPECT_THROW(modules.backward(1), StepAbortedError);
+    }
+    for (int step = 2; step < 5; ++step) {
+      modules.step({0, 1});
+      modules.finish();
+      modules.expect({0, 1}, "step " + std::to_string(step));
+    }
+  });
+}
+
+TEST(RowReducer, VerifyEveryIsTheSameOnAllRanks) {
+  run_two([](const Mesh& mesh) {
+    EXPECT_THAT(caught<MismatchError>([&] { const Modules modules(mesh, {}, mesh.rank()); }),
+                names({1}, HasSubstr("expected verify_every 0 on every rank, got verify_every 1")));
+    EXPECT_THAT(caught<UsageError>([&] { const Modules modules(mesh, {}, -1); }),
+                says(HasSubstr("expected verify_every of at least 1, or 0 for no step, got -1")));
+    Modules modules(mesh);
+    modules.step({0});
   });
 }
 

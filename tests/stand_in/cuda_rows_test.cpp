@@ -18,6 +18,7 @@
 #include "hsdp/device/host_event.h"
 #include "hsdp/error.h"
 #include "hsdp/row_reducer.h"
+#include "tests/support/flipping_hop.h"
 
 namespace hsdp::test {
 namespace {
@@ -103,7 +104,7 @@ TEST(CudaReducer, AHopThatFailsLateEndsTheWorld) {
 class GpuRows {
  public:
   explicit GpuRows(const Mesh& mesh, std::shared_ptr<ReplicaHop> hop = {}) {
-    rows.emplace(mesh, two_rows(), std::move(hop));
+    rows.emplace(mesh, two_rows(), std::move(hop), 1);
   }
   ~GpuRows() {
     rows.reset();
@@ -222,6 +223,26 @@ TEST(CudaRows, SumsOfOtherSizesWaitForKernels) {
     rank.rows->set_groups(two_rows(kRowCount / 2));
     EXPECT_TRUE(blocked.complete()) << "the sum's memory is gone";
   });
+}
+
+TEST(CudaRows, VerifyEveryNamesAFlippedBit) {
+  for (const bool flips : {false, true}) {
+    run_gpu_mesh(kTwoReplicas, [flips](const Mesh& mesh) {
+      const auto when =
+          flips && mesh.rank() == 1 ? FlippingHop::When::kAfterSum : FlippingHop::When::kNever;
+      GpuRows rank(mesh, std::make_shared<FlippingHop>(FlippingHop::Flip{when, 1, 0, 77}));
+      const auto error = caught<MismatchError>([&] {
+        for (int step = 0; step < 3; ++step) {
+          rank.set_last(true);
+          rank.backward();
+        }
+      });
+      EXPECT_EQ(error.has_value(), flips);
+      if (error) {
+        EXPECT_THAT(error->what(), HasSubstr("the same result of 'early.w' of early"));
+      }
+    });
+  }
 }
 
 }  // namespace

@@ -31,14 +31,16 @@ class ReplicaHookHandle:
     Every rank of the mesh calls every method, and `backward`, in the same order.
     """
 
-    def __init__(self, model: torch.nn.Module, mesh: Mesh, hop: _hsdp.ReplicaHop | None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, mesh: Mesh, hop: _hsdp.ReplicaHop | None, verify_every: int
+    ) -> None:
         self._groups = fsdp_parameter_groups(model)
         for group in self._groups:
             require_usable(group, mesh)
         self._mesh = mesh
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._trainable = [group.trainable_ids() for group in self._groups]
-        self._rows = _hsdp.RowReducer(mesh._handle, self._described(), hop)
+        self._rows = _hsdp.RowReducer(mesh._handle, self._described(), hop, verify_every)
         self._factors: dict[int, float | None] = {}  # by group, of the stored rows
         # The backward pass and the root at whose end _end_backward is called.
         self._backward: tuple[int, int] | None = None
@@ -248,7 +250,7 @@ class ReplicaHookHandle:
 
 @hinting(REPLICA_HOOK)
 def replica_hook(
-    model: torch.nn.Module, mesh: Any, hop: _hsdp.ReplicaHop | None = None
+    model: torch.nn.Module, mesh: Any, hop: _hsdp.ReplicaHop | None = None, *, verify_every: int = 0
 ) -> ReplicaHookHandle:
     """Reduces gradients between replicas for a model that FSDP2 shards within each replica.
 
@@ -267,10 +269,13 @@ def replica_hook(
       know the replicas.
     - `hop`: the hop between replicas, such as `hsdp.PlainHop("bf16")`; None: in the dtype of FSDP2's
       reduce-scatter. Sums are always fp32.
+    - `verify_every`: in every Nth step the replicas compare the bits of their totals. A difference raises
+      a `MismatchError` with the parameter and the ranks, in `finish` or, without it, in the next step's
+      backward pass. 0: never.
 
     Call it after the last `fully_shard`, on every rank. The replicas must hold the same weights, as for
-    FSDP2's own HSDP; nothing compares them, nor totals, as a Reducer's `verify_every` does. Returns the
-    handle, which is told which backward pass is the last.
+    FSDP2's own HSDP; nothing compares them. Returns the handle, which is told which backward pass is the
+    last.
 
     Raises UsageError for a model without FSDPModules, with a 2-D mesh, on other ranks or another device
     than the mesh, or with an existing hook; MismatchError if the ranks' models differ.
@@ -281,7 +286,11 @@ def replica_hook(
             f"{type(hop).__name__}; take hsdp.PlainHop('bf16')"
         )
     _refuse_slice(mesh)
-    return ReplicaHookHandle(model, as_mesh(mesh, "replica_hook: mesh", _ORDER), hop)
+    if not isinstance(verify_every, int):
+        raise UsageError(
+            f"replica_hook: verify_every: expected a whole number, got {verify_every!r}; pass an int"
+        )
+    return ReplicaHookHandle(model, as_mesh(mesh, "replica_hook: mesh", _ORDER), hop, verify_every)
 
 
 _ORDER = "the model comes first: hsdp.torch.replica_hook(model, mesh)"

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "hsdp/device/buffer.h"
 #include "hsdp/device/stream.h"
+#include "hsdp/reducer/digest_comparison.h"
 #include "hsdp/step_party.h"
 #include "hsdp/tensor_view.h"
 
@@ -36,13 +36,9 @@ class ParameterCheck final : public StepParty {
   [[nodiscard]] bool has_state() const override { return false; }
 
  private:
-  [[nodiscard]] std::uint64_t* sums() const {
-    return reinterpret_cast<std::uint64_t*>(sums_.data());
-  }
-
   const std::int64_t every_;
   const std::vector<std::string> names_;
-  Buffer sums_;  // pinned, a digest of each parameter
+  reducer::Digests digests_;  // of each parameter
   mutable std::mutex mutex_;
   std::int64_t start_count_ = 0;
   mutable std::function<void()> wait_;  // empty: nothing to wait for

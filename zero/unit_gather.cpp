@@ -24,6 +24,7 @@
 #include "hsdp/row_cut.h"
 #include "zero/round_records.h"
 #include "zero/stored_slice.h"
+#include "zero/unit_check.h"
 
 namespace hsdp::zero {
 namespace unit_gather {  // not unnamed, as UnitGather::Parts has members of these types
@@ -146,6 +147,9 @@ struct UnitGather::Parts {
   // Checks everything. Returns the lines that all ranks must agree on.
   std::vector<std::string> prepare(Reducer& reducer, std::vector<ParameterUnit> given);
   [[nodiscard]] std::int64_t message_bytes() const;
+  void make_check(const Reducer& reducer, const std::string& key);
+  // Compares what was gathered since the last update. `last`: the last round.
+  void before_update(const Event& last);
   Unit& at(int unit);
   // Gathers in a round of the record, or in one in which the ranks ask each other.
   Event gather(int unit, std::vector<TensorView> arrays);
@@ -187,6 +191,7 @@ struct UnitGather::Parts {
   std::vector<Unit> units;
   MemoryCount::Held expected;                            // messages
   std::function<std::vector<Event>(int unit)> arrivals;  // may be empty
+  std::optional<UnitCheck> check;                        // for verify_every
   Event updated;  // the rounds that this thread gives come after it
   RoundRecords records;
   Asked opening;  // the first round of this pass, until hear_opening()
@@ -388,9 +393,33 @@ void UnitGather::Parts::fill(const Unit& unit, std::span<const TensorView> array
     gathers +=
         reducer::gather_arrays(group, together, memory, stream, {.planned = true, .act = unit.act});
   }
+  if (check) check->gathered(static_cast<std::size_t>(&unit - units.data()), arrays, stream);
   const std::scoped_lock lock(mutex);
   stats.gather_count += gathers;
   if (gathers > 0) stats.bytes += bytes;
+}
+
+void UnitGather::Parts::make_check(const Reducer& reducer, const std::string& key) {
+  const ReducerInternal internal(reducer);
+  if (internal.verify_every() == 0) return;
+  std::vector<UnitCheck::Unit> checked;
+  for (const Unit& unit : units) {
+    checked.push_back({.name = unit.name});
+    for (const Part& part : unit.parts) checked.back().parameters.push_back(part.parameter.name);
+  }
+  check.emplace(internal.verify_every(), device, internal.groups().world, key, std::move(checked));
+}
+
+void UnitGather::Parts::before_update(const Event& last) {
+  if (!check) return;
+  if (check->is_due() ||
+      shard_size == 1) {  // without a shard group there are no rounds to wait for
+    if (last.state() != nullptr) lane->wait(last);
+    for (const Unit& unit : units) {
+      if (unit.gathered.state() != nullptr) lane->wait(unit.gathered);
+    }
+  }
+  check->before_update();
 }
 
 Event UnitGather::Parts::rounds_until(int own, bool until_update) {
@@ -418,8 +447,13 @@ Event UnitGather::Parts::rounds_until(int own, bool until_update) {
 
 UnitGather::UnitGather(Reducer& reducer, std::vector<ParameterUnit> units)
     : parts_(std::make_unique<Parts>(reducer)) {
-  parts_->lane = ReducerInternal(reducer).make_lane(
-      "hsdp-units", [&] { return parts_->prepare(reducer, std::move(units)); });
+  const ReducerInternal internal(reducer);
+  const std::string key = internal.groups().world.next_exchange_key();  // by all ranks or none
+  parts_->lane = internal.make_lane("hsdp-units", [&] {
+    std::vector<std::string> lines = parts_->prepare(reducer, std::move(units));
+    parts_->make_check(reducer, key);
+    return lines;
+  });
   // If this rank skips a unit, it takes part in its round then.
   parts_->lane->on_need([parts = parts_.get()] {
     parts->hear_opening();  // its round was issued
@@ -510,7 +544,9 @@ Event UnitGather::end(const Event& updated) {
 
 Event UnitGather::begin_update(const Event& updated) {
   parts_->updated = updated;
-  return parts_->rounds_until(kUpdate, true);
+  const Event last = parts_->rounds_until(kUpdate, true);
+  parts_->before_update(last);
+  return last;
 }
 
 GatherStats UnitGather::stats() const {

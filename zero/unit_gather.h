@@ -21,12 +21,12 @@
 // Threads: one at a time.
 // Streams: a round reads this rank's slices, and writes its arrays, after the last `updated` that
 // this rank gave. On a GPU wait() makes a stream wait, not the host.
-// Collective: construction, over the mesh; begin_update(), over the shard group, on a GPU over the
-// mesh. The second gather() of a pass waits until all of these ranks have made their first one or
-// are in end(). Ranks may make all other calls in any number and order.
-// Errors: UsageError for slices and arrays that do not fit; MismatchError if ranks have different
-// units; TimeoutError, which names unit and rank, if a rank makes no call. An error in a round ends
-// the world, and every wait throws it.
+// Collective: construction, over the mesh; begin_update(), over the shard group, on a GPU or with
+// the Reducer's verify_every over the mesh. The second gather() of a pass waits until all of these
+// ranks have made their first one or are in end(). Ranks may make all other calls in any number and
+// order. Errors: UsageError for slices and arrays that do not fit; MismatchError if ranks have
+// different units; TimeoutError, which names unit and rank, if a rank makes no call. An error in a
+// round ends the world, and every wait throws it.
 #pragma once
 
 #include <cstdint>
@@ -91,7 +91,8 @@ class UnitGather {
   Event end(const Event& updated);
   // Call it before this rank's slices change: blocks, as end() does, until all ranks are in this
   // call. The Events of both complete when no rank reads this rank's slices any more, on a GPU
-  // later.
+  // later. With verify_every: MismatchError, before any rank updates, if ranks have gathered other
+  // values of a unit since an earlier update.
   Event begin_update(const Event& updated);
 
   [[nodiscard]] GatherStats stats() const;

@@ -69,9 +69,9 @@ class Reducer(ReducerResults, Closing):
       "mesh": each replica has only its part of those slices, so optimizer states are cut over all ranks
       and half as much travels between replicas. With one replica both are the same.
     - `verify_every`: in every Nth step the replicas compare the bits of its result, unless it is sharded
-      over the mesh, and all ranks the parameters that they have gathered, at stages 1 and 2. A difference
-      raises a `MismatchError`, before the result can be read, with the parameter and the ranks. 0: never.
-      Parameters at stage 3 are not compared.
+      over the mesh, before it can be read, and all ranks the parameters that they have gathered, at stage
+      3 before the next update. A difference raises a `MismatchError` with the parameter and the ranks.
+      0: never.
     - `replica_hop`: another hop between replicas, such as `hsdp.quant.LocoHop`; None: the plain one.
     - `name`: for programs with several Reducers; appears in every error, in `repr` and in snapshots.
       The same on every rank.

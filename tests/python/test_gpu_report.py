@@ -431,7 +431,7 @@ LEFT_OUT = {
     "quant": "dequantize_simd error_state hop_errors hop_figures hop_state loco_exchange loco_hop loco_options "
              "no_device_quantize quantize_simd",
     "zero": "adamw adamw_simd coalesced_window no_device_adamw parameter_check "
-            "parameter_gather round_records stored_slice unit_gather",
+            "parameter_gather round_records stored_slice unit_check unit_gather",
 }
 
 

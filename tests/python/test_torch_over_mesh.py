@@ -383,6 +383,55 @@ def test_gathered_parameters_are_compared(ranks: Launcher) -> None:
         assert "parameters after their gather '2.weight of digest" in text and at_fault == ["2", "3"]
 
 
+def stage_3_with_a_drifted_master(over: Any, drifting: int) -> list[str]:
+    """The error of this rank, whose weights the step has not changed."""
+    with hsdp.init_mesh(2, 2) as mesh:
+        run = Run(mesh, over, 3, reducer_options={"verify_every": 2})
+        run.step(0)
+        run.step(1)
+        weight: Any = run.model[2].weight
+        master = run.optimizer.master(weight)
+        if mesh.rank == drifting:
+            master.view(torch.int32).view(-1)[0] ^= 1 << 31
+        run.step(2)  # whose update has the others gather it
+        for m in (0, 1):
+            with run.reducer.microbatch(last=m == 1):
+                run.backward(30 + m)
+        before = run.optimizer.master(weight).clone()
+        with pytest.raises(hsdp.MismatchError) as error:
+            run.optimizer.step()
+        assert torch.equal(run.optimizer.master(weight), before)
+        return [str(error.value), *map(str, error.value.ranks)]
+
+
+@pytest.mark.parametrize("drifting", range(4))
+def test_parameters_of_units_are_compared(ranks: Launcher, drifting: int) -> None:
+    replica = [str(drifting // 2 * 2), str(drifting // 2 * 2 + 1)]
+    for text, *at_fault in ranks(4, stage_3_with_a_drifted_master, "shard", drifting):
+        assert "expected the same '2.weight' of unit '2' on all ranks before update 3" in text
+        assert at_fault == ["0", "1", "2", "3"] and f"on ranks {', '.join(replica)} of 4" in text
+
+
+@on_meshes((1, 4), (2, 2), (4, 1))
+def test_equal_units_are_no_difference(mesh: hsdp.Mesh) -> None:
+    """With skipped updates, parameters that are loaded, and evaluations on one replica only."""
+    cases: list[dict[str, Any]] = [
+        {"over": "shard"},
+        {"over": "mesh", "dtype": torch.bfloat16},
+        {"over": "shard", "reshard_after_forward": False, "dtype": torch.bfloat16},
+    ]
+    for case in cases:
+        run = Run(mesh, stage=3, lr=0.02, reducer_options={"verify_every": 1}, **case)
+        for step in range(6):
+            run.step(step, poison=step == 3)
+            if step == 2 and mesh.replica == 0:
+                with torch.no_grad():
+                    run.model(torch.ones(1, 7, dtype=case.get("dtype")))
+            if step == 4:
+                run.model.load_state_dict(run.model.state_dict())
+        run.close()
+
+
 @on_mesh(1, 2)
 def test_with_one_replica_it_is_the_shard_group(mesh: hsdp.Mesh) -> None:
     runs = both(mesh, lr=0.02)

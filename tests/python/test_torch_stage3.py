@@ -80,7 +80,7 @@ def released(model: nn.Module) -> list[str]:
 def trained(mesh: hsdp.Mesh, model: nn.Module, passes: int = 1, **options: Any) -> dict[str, Any]:
     """What some steps make of the model: parameters, and masters and states as one process would have
     them."""
-    with attached_to(model, mesh, bucket_bytes=512) as reducer:
+    with attached_to(model, mesh, bucket_bytes=512, verify_every=1) as reducer:
         options = {"lr": 0.01, "persistence_threshold": 0, **options}
         optimizer = ShardedOptimizer(torch.optim.AdamW, model, reducer, **options)
         for step in range(STEPS):

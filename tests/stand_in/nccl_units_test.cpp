@@ -125,7 +125,7 @@ TEST_P(NcclUnits, AreGatheredBesideMicrobatches) {
   for (const std::uint64_t seed : {0U, 1U, 2U}) {
     const StepCase step =
         random_step(odd_parameters(Dtype::kBf16), shape.size(), {Sync::kShard, Sync::kAll}, seed);
-    const ReducerOptions options{.bucket_bytes = 4096};
+    const ReducerOptions options{.bucket_bytes = 4096, .verify_every = 2};
     if (seed > 0) stand_in::delay_work(seed);
     const auto results = nccl_results(shape, [&](const Mesh& mesh) {
       Reducer reducer(mesh, options);
@@ -163,7 +163,7 @@ TEST_P(NcclUnits, OfARankThatOnlyServesAreUpdatedBeforeTheyAreRead) {
       random_step(odd_parameters(Dtype::kBf16), GetParam().size(), {Sync::kAll}, 0);
   stand_in::delay_work(0);
   run_nccl_mesh(GetParam(), [&](const Mesh& mesh) {
-    Reducer reducer(mesh);
+    Reducer reducer(mesh, {.verify_every = 1});
     GpuRank rank(reducer, step, mesh);
     reducer.prepare();
     Stream& stream = rank.stream();
@@ -179,6 +179,30 @@ TEST_P(NcclUnits, OfARankThatOnlyServesAreUpdatedBeforeTheyAreRead) {
       }
       if (number % 2 == 0) gather.end(stream.record());
       stream.wait(gather.begin_update(stream.record()));
+    }
+    stream.synchronize();
+  });
+}
+
+TEST_P(NcclUnits, OfADriftedReplicaAreNamed) {
+  const StepCase step =
+      random_step(odd_parameters(Dtype::kBf16), GetParam().size(), {Sync::kAll}, 0);
+  stand_in::delay_work(0);
+  run_nccl_mesh(GetParam(), [&](const Mesh& mesh) {
+    Reducer reducer(mesh, {.verify_every = 1});
+    GpuRank rank(reducer, step, mesh);
+    reducer.prepare();
+    Stream& stream = rank.stream();
+    GpuUnits units(reducer, step, mesh, stream);
+    UnitGather gather(reducer, units.units());
+    units.update(mesh.rank() < mesh.shard_size() ? 0 : 1);
+    gather.gather(1, units.arrays(1), stream.record());
+    gather.wait(1, stream);
+    const auto error =
+        caught<MismatchError>([&] { stream.wait(gather.begin_update(stream.record())); });
+    EXPECT_EQ(error.has_value(), mesh.replicate_size() > 1);
+    if (error) {
+      EXPECT_THAT(error->what(), ::testing::HasSubstr("of unit 'unit 1' on all ranks"));
     }
     stream.synchronize();
   });

@@ -1,5 +1,5 @@
-"""Complex parameters beside real ones: they are reduced as their real view, and several ranks give the result
-of one process."""
+"""Complex and float64 parameters beside float32 ones: complex ones are reduced as their real view, values of
+float64 do not pass through fp32, and several ranks give the result of one process."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from one_rank import attached_to
 
 import hsdp
 from hsdp.zero import ShardedOptimizer
+
+
+DOUBLES = (torch.complex128, torch.float64)
 
 
 class Complex(torch.nn.Module):
@@ -35,6 +38,8 @@ class Complex(torch.nn.Module):
         self.wide = torch.nn.Parameter(values(5, dtype=torch.complex128))
         self.last = torch.nn.Parameter(values())
         self.empty = torch.nn.Parameter(values(0, 3))
+        self.f64 = torch.nn.Parameter(values(7, 5, dtype=torch.float64))
+        self.turned_f64 = torch.nn.Parameter(values(11, 3, dtype=torch.float64).T)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         pairs = zip(self.parameters(), inputs, strict=True)
@@ -46,7 +51,7 @@ def inputs_of(step: int, microbatch: int, rank: int) -> list[torch.Tensor]:
 
     def one(p: torch.Tensor) -> torch.Tensor:
         parts = torch.randint(-4, 5, (*p.shape, 2), generator=generator).double()
-        if p.dtype is torch.complex128:
+        if p.dtype in DOUBLES:
             parts += torch.randint(0, 1 << 30, parts.shape, generator=generator) * UNIT
         return torch.view_as_complex(parts).to(p.dtype) if p.is_complex() else parts[..., 0].to(p.dtype)
 
@@ -143,6 +148,9 @@ def test_optimizers_do_as_one_process_does(mesh: hsdp.Mesh, layout: Any) -> None
                     optimizer.step()
                     state = optimizer.full_model_state_dict(model)
                     require_equal([state[n] for n, _ in model.named_parameters()], expected[step])
+                    if stage < 3:
+                        optimizer.wait_parameters()
+                        require_equal(values(model), expected[step])
                     if step == 2:  # resumes from what was saved
                         optimizer.load_state_dict(optimizer.full_state_dict())
                         optimizer.load_state_dict(optimizer.state_dict())
@@ -258,11 +266,13 @@ def test_a_written_weight_is_taken_over(mesh: hsdp.Mesh) -> None:
             with torch.no_grad():
                 model.matrix.fill_(3 + 4j)
                 model.wide.fill_(1 + UNIT * 1j)
+                model.f64.fill_(1 + UNIT)
             backward(model, reducer, mesh, 1)
             optimizer.step()
             state = optimizer.full_model_state_dict(model) if stage == 3 else model.state_dict()
             assert set(state["matrix"].flatten().tolist()) == {3 + 4j}
             assert set(state["wide"].tolist()) == {1 + UNIT * 1j}
+            assert state["f64"].unique().tolist() == [1 + UNIT]
             optimizer.close()
 
 
@@ -318,7 +328,7 @@ def test_loco_keeps_numbers_together(mesh: hsdp.Mesh) -> None:
         reducer.gather_gradients()
         for p, mean in zip(model.parameters(), mean_gradients(0, mesh.size), strict=True):
             torch.testing.assert_close(p.grad, mean, rtol=0.0, atol=1.5)  # four bits a part
-            assert p.grad.dtype is not torch.complex128 or torch.equal(p.grad, mean)
+            assert p.grad.dtype not in DOUBLES or torch.equal(p.grad, mean)
 
 
 @on_mesh(1, 2)
@@ -338,6 +348,8 @@ def test_windows_local_sums_and_snapshots(mesh: hsdp.Mesh, tmp_path: str) -> Non
     mesh.world.barrier()
     snapshot = hsdp.read_snapshot(tmp_path)
     require_equal([torch.from_numpy(snapshot["matrix"])], [torch.view_as_real(want[1])])
+    assert snapshot.dtype("f64") == "f64"
+    require_equal([torch.from_numpy(snapshot.read("f64", dtype="f64"))], want[6:7])
 
 
 @on_mesh(1, 2)

@@ -1,5 +1,5 @@
-"""float64 parameters beside others: none of their values passes through fp32, and several ranks give the
-result of one process."""
+"""float64 parameters beside others: none of their values passes through fp32. test_torch_complex.py trains
+some."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import on_mesh, on_meshes
-from exact_steps import MICROBATCHES, UNIT, mean_inputs, released, require_equal, run_backward, values
+from exact_steps import UNIT, mean_inputs, released, require_equal, run_backward, values
 from one_rank import attached_to
 
 import hsdp
@@ -68,87 +68,6 @@ def test_gathered_gradients_are_the_means_in_f64(mesh: hsdp.Mesh) -> None:
             factor = 1.0 / (norm + 1e-6)
             require_equal([model.get_parameter(n).grad for n in ("matrix", "turned")],
                           [want[i] * factor for i in (0, 2)])
-
-
-@on_meshes((1, 1), (1, 2), (2, 2))
-def test_optimizers_do_as_one_process_does(mesh: hsdp.Mesh) -> None:
-    for kind, options in ((torch.optim.AdamW, {"lr": 1e-2}), (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})):
-        alone = Wide()
-        whole = kind(alone.parameters(), foreach=False, **options)
-        expected = []
-        for step in range(3):
-            for p, grad in zip(alone.parameters(), mean_gradients(step, mesh.size), strict=True):
-                p.grad = grad
-            whole.step()
-            expected.append(values(alone))
-        for stage in (1, 2, 3):
-            with attached_to(model := Wide(), mesh) as reducer:
-                optimizer: Any = ShardedOptimizer(
-                    kind, model, reducer, stage=stage, foreach=False, **options, **released(stage)
-                )
-                for step in range(3):
-                    backward(model, reducer, mesh, step)
-                    optimizer.step()
-                    if stage == 3:
-                        state = optimizer.full_model_state_dict(model)
-                        require_equal([state[n] for n, _ in model.named_parameters()], expected[step])
-                    else:
-                        optimizer.wait_parameters()
-                        require_equal(values(model), expected[step])
-                states = optimizer.full_state_dict()["state"]
-                kept = [{k: v for k, v in s.items() if k != "master"} for s in states.values()]
-                for got, want in zip(kept, whole.state.values(), strict=True):
-                    for key, value in want.items():
-                        if value is not None and value.dim() > 0:
-                            require_equal([got[key]], [value])
-                optimizer.load_state_dict(optimizer.full_state_dict())
-                backward(model, reducer, mesh, 3)
-                optimizer.step()
-                optimizer.close()
-
-
-@on_mesh(1, 2)
-def test_a_written_weight_is_taken_over(mesh: hsdp.Mesh) -> None:
-    for stage in (1, 3):
-        with attached_to(model := Wide(), mesh) as reducer:
-            optimizer: Any = ShardedOptimizer(torch.optim.SGD, model, reducer, stage=stage, lr=0.0, **released(stage))
-            backward(model, reducer, mesh, 0)
-            optimizer.step()
-            if stage == 3:
-                optimizer.unshard(model)
-            with torch.no_grad():
-                model.matrix.fill_(1 + UNIT)
-            backward(model, reducer, mesh, 1)
-            optimizer.step()
-            state = optimizer.full_model_state_dict(model) if stage == 3 else model.state_dict()
-            assert state["matrix"].unique().tolist() == [1 + UNIT]
-            optimizer.close()
-
-
-@on_mesh(2, 1)
-def test_loco_sends_f64_as_it_is(mesh: hsdp.Mesh) -> None:
-    with attached_to(model := Wide(), mesh, replica_hop=hsdp.quant.LocoHop()) as reducer:
-        backward(model, reducer, mesh, 0)
-        reducer.gather_gradients()
-        want = mean_gradients(0, mesh.size)
-        require_equal([model.get_parameter(n).grad for n in ("matrix", "turned", "last")],
-                      [want[i] for i in (0, 2, 3)])
-
-
-@on_mesh(1, 2)
-def test_snapshots_and_windows(mesh: hsdp.Mesh, tmp_path: str) -> None:
-    with attached_to(model := Wide(), mesh) as reducer:
-        with hsdp.zero.coalesce_grad_reduction(reducer, backwards=MICROBATCHES):
-            for m in range(MICROBATCHES):
-                model(*inputs_of(0, m, mesh.rank)).backward()
-        reducer.save_snapshot(tmp_path, step=1)
-        reducer.flush()
-        reducer.gather_gradients()
-        require_equal([model.matrix.grad], mean_gradients(0, mesh.size)[:1])
-    mesh.world.barrier()
-    snapshot = hsdp.read_snapshot(tmp_path)
-    assert snapshot.dtype("matrix") == "f64"
-    require_equal([torch.from_numpy(snapshot.read("matrix", dtype="f64"))], mean_gradients(0, mesh.size)[:1])
 
 
 @on_mesh(1, 2)

@@ -204,17 +204,23 @@ def test_an_unsharded_module_may_be_written_to(write: bool) -> None:
         assert optimizer.full_model_state_dict(model).keys() == Tower().state_dict().keys()
 
 
-@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "threshold", "stays"), [("flat", 40, False), ("flat", 40, True), ("whole", 0, False)]
+)
 @on_ranks(2)
-def test_the_state_dict_of_a_model_with_two_optimizers(stays: bool) -> None:
-    options = {"lr": 0.01, "persistence_threshold": 40, "reshard_after_backward": not stays}
+def test_a_model_with_two_optimizers(layout: Any, threshold: int, stays: bool) -> None:
+    """Of layers and the rest, or of the matrices and biases of the layers."""
+    options: Any = {"lr": 0.01, "persistence_threshold": threshold, "reshard_after_backward": not stays}
     states = []
     for stage in (2, 3):
         model = Tower()
-        parts = [[*model.layers.parameters()], [*model.first.parameters(), *model.last.parameters()]]
-        with hsdp.init_mesh(shard=2) as mesh, attached_to(model, mesh) as reducer:
-            both = [ShardedOptimizer(torch.optim.AdamW, part, reducer, stage=stage, **options) for part in parts]
-            for seed in range(2):
+        first = [p for p in model.layers.parameters() if layout == "flat" or p.dim() == 2]
+        rest = [p for p in model.parameters() if all(p is not f for f in first)]
+        cls = torch.optim.AdamW if layout == "flat" else torch.optim.Muon
+        with hsdp.init_mesh(shard=2) as mesh, attached_to(model, mesh, layout=layout) as reducer:
+            both = [ShardedOptimizer(of, part, reducer, stage=stage, **options)
+                    for of, part in ((cls, first), (torch.optim.AdamW, rest))]
+            for seed in range(3):
                 with reducer.microbatch(last=True):
                     model(rows(mesh, seed)).square().mean().backward()
                 for optimizer in both:
@@ -225,6 +231,7 @@ def test_the_state_dict_of_a_model_with_two_optimizers(stays: bool) -> None:
             states.append(one)
             for optimizer in both:
                 optimizer.close()
+        require_same(model.state_dict(), one)
     require_same(*states)
 
 
@@ -487,32 +494,6 @@ def test_what_is_written_to_what_expired_counts(how: str) -> None:
             with torch.no_grad():
                 model.first.weight[3:].mul_(2)
         step(model, mesh, reducer, optimizer, 2)
-
-
-@on_ranks(2)
-def test_two_optimizers_may_share_a_module() -> None:
-    results = []
-    for stage in (2, 3):
-        model = Tower()
-        matrices = [p for layer in model.layers for p in [layer.weight]]
-        others = [p for p in model.parameters() if all(p is not m for m in matrices)]
-        with (
-            hsdp.init_mesh(shard=2) as mesh,
-            hsdp.Reducer(mesh, layout="whole", bucket_bytes=1 << 12) as reducer,
-        ):
-            reducer.attach(model)
-            options: Any = {"stage": stage, "persistence_threshold": 0}
-            muon = ShardedOptimizer(torch.optim.Muon, matrices, reducer, lr=0.01, **options)
-            adamw = ShardedOptimizer(torch.optim.AdamW, others, reducer, lr=0.01, **options)
-            for seed in range(3):
-                with reducer.microbatch(last=True):
-                    model(rows(mesh, seed)).square().mean().backward()
-                muon.step()
-                adamw.step()
-            muon.close()
-            adamw.close()
-        results.append(model.state_dict())
-    require_same(*results)
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ import pathlib
 import select
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
@@ -29,6 +30,11 @@ def program(name: str) -> str:
     """Finds hsdp_run or hsdp_check: in the build under test, else in the environment."""
     folder = os.environ.get("HSDP_TOOLS")
     return str(pathlib.Path(folder) / name) if folder else name
+
+
+def hsdp_check(*arguments: Any) -> int:
+    command = [program("hsdp_check"), *map(str, arguments)]
+    return subprocess.run(command, stdout=subprocess.DEVNULL, timeout=60).returncode
 
 
 def own_rank() -> int:

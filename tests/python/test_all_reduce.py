@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import Launcher, on_mesh
 from dlpack_only import DlpackOnly
+from one_rank import mesh
 
 import hsdp
 
@@ -163,13 +164,7 @@ def test_ranks_that_make_other_calls_are_told_which(ranks: Launcher, tmp_path: P
         assert f"expected '{first}' on every rank, got '{second}' on rank 1 of 2; " in text, text
 
 
-@pytest.fixture
-def world() -> Iterator[hsdp.Communicator]:
-    with hsdp.init_mesh() as mesh:
-        yield mesh.world
-
-
-def test_what_cannot_be_reduced(world: hsdp.Communicator) -> None:
+def test_what_cannot_be_reduced(mesh: hsdp.Mesh) -> None:
     frozen = np.ones(3)
     frozen.flags.writeable = False
     for x, op, words in [
@@ -183,12 +178,12 @@ def test_what_cannot_be_reduced(world: hsdp.Communicator) -> None:
         (np.ones(3, complex), "max", "complex128"),
     ]:
         with pytest.raises(hsdp.UsageError, match=f"^all_reduce: .*{words}"):
-            world.all_reduce(x, op)
+            mesh.world.all_reduce(x, op)
 
 
 @pytest.mark.skipif(not HAS_TORCH, reason="needs torch")
-def test_a_parameter_is_refused(world: hsdp.Communicator) -> None:
+def test_a_parameter_is_refused(mesh: hsdp.Mesh) -> None:
     import torch
 
     with pytest.raises(hsdp.UsageError, match="all_reduce.*requires a gradient.*detach"):
-        world.all_reduce(torch.nn.Parameter(torch.ones(2)), op="max")
+        mesh.world.all_reduce(torch.nn.Parameter(torch.ones(2)), op="max")

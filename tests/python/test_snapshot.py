@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import Launcher, own_rank, program
+from conftest import Launcher, hsdp_check, own_rank, program
 from one_rank import add_gradient, registered
 
 import hsdp
@@ -62,11 +62,6 @@ def write(folder: str) -> None:
         hsdp.write_snapshot(f"{folder}/reference.h5", mean)
         mean["weight"][3, 4] += 0.5
         hsdp.write_snapshot(f"{folder}/off", mean, step=8)
-
-
-def hsdp_check(*arguments: Any) -> int:
-    command = [program("hsdp_check"), *map(str, arguments)]
-    return subprocess.run(command, stdout=subprocess.DEVNULL, timeout=60).returncode
 
 
 def test_a_round_trip(ranks: Launcher, tmp_path: pathlib.Path) -> None:
@@ -182,12 +177,10 @@ def test_digests_of_many_ranks_take_the_memory_of_one(tmp_path: pathlib.Path) ->
 def test_a_folder_has_the_digests_of_one_run(tmp_path: pathlib.Path) -> None:
     with hsdp.init_mesh() as mesh:
         for name in ("a", "b"):
-            reducer = hsdp.Reducer(mesh)
-            reducer.register(name, (3,))
+            reducer = registered(mesh, name, 3)
             with pytest.raises(hsdp.UsageError, match="save_digest: expected a finished step"):
                 reducer.save_digest(tmp_path, 0)
-            with reducer.microbatch(last=True):
-                reducer.gradient_ready(name, np.ones(3, np.float32))
+            add_gradient(reducer, name, np.ones(3, np.float32), last=True)
             if name == "a":
                 reducer.save_digest(tmp_path, 0)
             else:
@@ -196,10 +189,8 @@ def test_a_folder_has_the_digests_of_one_run(tmp_path: pathlib.Path) -> None:
                 (tmp_path / "digests_0.txt").write_text('{"hsdp_dig')  # a torn header
                 reducer.save_digest(tmp_path, 0)
                 assert said("--digest", tmp_path, tmp_path) == (0, "same: 1 step\n")
-                other = hsdp.Reducer(mesh)
-                other.register(name, (3,))
-                with other.microbatch(last=True):
-                    other.gradient_ready(name, np.ones(3, np.float32))
+                other = registered(mesh, name, 3)
+                add_gradient(other, name, np.ones(3, np.float32), last=True)
                 with pytest.raises(hsdp.SnapshotError, match="the only one that writes it"):
                     other.save_digest(tmp_path, 0)
                 other.close()
@@ -207,10 +198,8 @@ def test_a_folder_has_the_digests_of_one_run(tmp_path: pathlib.Path) -> None:
     (tmp_path / "digests_0.txt").write_text("something else\n")
     assert said("--digest", tmp_path, tmp_path)[0] == 2
     with pytest.raises(hsdp.SnapshotError, match="cannot make this folder"), hsdp.init_mesh() as mesh:
-        reducer = hsdp.Reducer(mesh)
-        reducer.register("w", (3,))
-        with reducer.microbatch(last=True):
-            reducer.gradient_ready("w", np.ones(3, np.float32))
+        reducer = registered(mesh, "w", 3)
+        add_gradient(reducer, "w", np.ones(3, np.float32), last=True)
         reducer.save_digest(tmp_path / "digests_0.txt" / "folder", 0)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Launcher, on_ranks, program
+from conftest import Launcher, hsdp_check, on_ranks
 from fsdp2_model import MICROBATCHES, Net, expected_gradients, loss_of, make_model, start_torch, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -65,11 +64,6 @@ def write_runs(folder: str) -> None:
         check_refusals(folder, mesh, mesh_2d)
         check_shards(mesh, mesh_2d)
     dist.destroy_process_group()
-
-
-def hsdp_check(*arguments: Any) -> int:
-    command = [program("hsdp_check"), *map(str, arguments)]
-    return subprocess.run(command, stdout=subprocess.DEVNULL, timeout=60).returncode
 
 
 def test_snapshots_of_fsdp2_and_ddp(ranks: Launcher, tmp_path: pathlib.Path) -> None:

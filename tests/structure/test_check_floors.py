@@ -2,20 +2,14 @@
 
 import contextlib
 import io
-import pathlib
-import tempfile
 import unittest
 
 import check_floors
+from tree import tree
 
 
 def problems(files):
-    with tempfile.TemporaryDirectory() as folder:
-        root = pathlib.Path(folder)
-        for name, text in files.items():
-            path = root / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+    with tree(files) as root:
         return check_floors.check(root)
 
 
@@ -116,13 +110,9 @@ class Includes(unittest.TestCase):
 
 class CommandLine(unittest.TestCase):
     def test_status(self):
-        with tempfile.TemporaryDirectory() as folder:
-            root = pathlib.Path(folder)
-            self.assertEqual(2, self.status_of(folder))
-            (root / "hsdp").mkdir()
-            self.assertEqual(0, self.status_of(folder))
-            (root / "hsdp" / "dtype.h").write_text(include("hsdp/mesh.h"), encoding="utf-8")
-            self.assertEqual(1, self.status_of(folder))
+        for status, files in [(2, {}), (0, {"hsdp/dtype.h": ""}), (1, {"hsdp/dtype.h": include("hsdp/mesh.h")})]:
+            with tree(files) as root:
+                self.assertEqual(status, self.status_of(str(root)))
 
     @staticmethod
     def status_of(folder):

@@ -3,19 +3,15 @@
 import pathlib
 import subprocess
 import sys
-import tempfile
 import unittest
 
 import check_imports
+from tree import tree
 
 
 def problems(files):
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in files.items():
-            path = pathlib.Path(folder) / check_imports.PACKAGE / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        return check_imports.check(pathlib.Path(folder))
+    with tree({f"{check_imports.PACKAGE}/{name}": text for name, text in files.items()}) as root:
+        return check_imports.check(root)
 
 
 def circle(*names):
@@ -25,9 +21,8 @@ def circle(*names):
 class Usage(unittest.TestCase):
     def test_a_repository_has_the_package(self):
         script = pathlib.Path(check_imports.__file__)
-        with tempfile.TemporaryDirectory() as folder:
-            (pathlib.Path(folder) / "hsdp").mkdir()
-            done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
+        with tree({"hsdp/__init__.py": ""}) as root:
+            done = subprocess.run([sys.executable, script, root], capture_output=True, text=True, check=False)
         self.assertEqual((2, "check_imports: usage: check_imports.py REPOSITORY\n"), (done.returncode, done.stderr))
 
 

@@ -1,21 +1,14 @@
 """Proves that check_notes finds what it is for."""
 
-import pathlib
-import tempfile
 import unittest
 
 import check_notes
+from tree import tree
 
 
 class CheckNotes(unittest.TestCase):
     def found(self, notes: str, source: str, *, other_page: str = "") -> list:
-        with tempfile.TemporaryDirectory() as folder:
-            root = pathlib.Path(folder)
-            (root / "docs" / "notes").mkdir(parents=True)
-            (root / "hsdp").mkdir()
-            (root / "docs" / "notes" / "a.md").write_text(notes, encoding="utf-8")
-            (root / "docs" / "notes" / "b.md").write_text(other_page, encoding="utf-8")
-            (root / "hsdp" / "a.h").write_text(source, encoding="utf-8")
+        with tree({"docs/notes/a.md": notes, "docs/notes/b.md": other_page, "hsdp/a.h": source}) as root:
             return check_notes.violations(root)
 
     def test_all_is_well(self) -> None:

@@ -9,6 +9,8 @@ import sys
 import tempfile
 import unittest
 
+from tree import write
+
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "cmake"))
 
 import clang_tidy  # noqa: E402
@@ -40,9 +42,7 @@ class ChosenSources(unittest.TestCase):
         self.change({".ci/clang_tidy_clean": self.git("rev-parse", "HEAD")})
 
     def change(self, texts: dict[str, str]) -> None:
-        for name, text in texts.items():
-            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-            (self.root / name).write_text(text)
+        write(self.root, texts)
 
     def git(self, *command: str) -> str:
         author = ["-c", "user.name=a", "-c", "user.email=a@example.com"]

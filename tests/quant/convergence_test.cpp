@@ -3,59 +3,22 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <functional>
-#include <mutex>
-#include <optional>
 #include <random>
 #include <vector>
 
-#include "quant/hop_state.h"
-#include "quant/loco_hop.h"
-#include "tests/comm/rank_threads.h"
+#include "tests/support/loco_reference.h"
 
 namespace hsdp::quant {
 namespace {
 
-using Floats = std::vector<float>;
+using test::LocoReference;
+using Floats = LocoReference::Floats;
 
-// A hop for one parameter.
-struct Course {
-  LocoOptions options;
-  int replicas = 2;
-  std::int64_t count = 64;
-  int steps = 0;
-  float divisor = 1.0F;
-};
-// A step of one replica: returns what has arrived of its gradient and of the others'.
-using Reduce = std::function<Floats(Floats gradient)>;
-
-// Calls `replica` for each of them, each on a separate thread.
-void run_replicas(
-    const Course& run,
-    const std::function<void(int rank, LocoHop& hop, const Reduce& reduce)>& replica) {
-  const HopPlan plan{.parameters = {{"x", {run.count}}},
-                     .ranges = {{{0, 0, run.count, 0}}},
-                     .wires = {Dtype::kF32},
-                     .replicate_size = run.replicas};
-  test::run_world({.size = run.replicas}, [&](Communicator& world) {
-    LocoHop hop(run.options);
-    hop.prepare(plan);
-    hop.bind(world, world.split(0, world.rank()));
-    std::atomic<std::uint32_t> nonfinite = 0;
-    Stream stream = Stream::inline_host();
-    replica(world.rank(), hop, [&](Floats gradient) {
-      hop.reduce({.data = {gradient.data(), run.count, Dtype::kF32, {}},
-                  .arithmetic = {.mean_divisor = run.divisor},
-                  .nonfinite = &nonfinite},
-                 stream)
-          .wait();
-      hop.end_step({});
-      return gradient;
-    });
-    hop.bind({}, {});
-  });
+// The rules, which the hop follows to the bit (loco_hop_bits_test.cpp), for one parameter.
+LocoReference rules_of(const LocoOptions& options, int replicas, std::int64_t count) {
+  return {options, replicas, {{.name = "x", .cuts = {0, count}}}};
 }
 
 // Replica n has f_n(x) = |x - b_n|^2 / 2. The b_n lie three times as far apart as their mean lies
@@ -74,24 +37,24 @@ double distance_from_solution(const LocoOptions& options, int step_count, bool d
       solution[i] += target[i] / static_cast<double>(kReplicas);
     }
   }
-  std::vector<std::vector<double>> xs(kReplicas, std::vector<double>(kCount));
-  run_replicas({options, kReplicas, kCount, step_count, kReplicas}, [&](int rank, LocoHop&,
-                                                                        const Reduce& reduce) {
-    std::vector<double>& x = xs[static_cast<std::size_t>(rank)];
-    Floats gradient(kCount);
-    for (int step = 0; step < step_count; ++step) {
+  LocoReference rules = rules_of(options, kReplicas, kCount);
+  std::vector<double> x(kCount);
+  std::vector<std::vector<Floats>> gradients(kReplicas, {Floats(kCount)});
+  for (int step = 0; step < step_count; ++step) {
+    for (std::size_t replica = 0; replica < kReplicas; ++replica) {
       for (std::size_t i = 0; i < x.size(); ++i) {
-        gradient[i] = static_cast<float>(x[i]) - targets[static_cast<std::size_t>(rank)][i];
+        gradients[replica][0][i] = static_cast<float>(x[i]) - targets[replica][i];
       }
-      const Floats mean = reduce(gradient);
-      const double rate = decays ? 0.1 / (1 + 0.005 * step) : 0.1;
-      for (std::size_t i = 0; i < x.size(); ++i) x[i] -= rate * mean[i];
     }
-  });
+    const Floats mean = rules.reduce(gradients, kReplicas)[0];
+    rules.end_step(true);
+    const double rate = decays ? 0.1 / (1 + 0.005 * step) : 0.1;
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] -= rate * mean[i];
+  }
   double missed = 0.0;
   double all = 0.0;
   for (std::size_t i = 0; i < solution.size(); ++i) {
-    missed += (xs[0][i] - solution[i]) * (xs[0][i] - solution[i]);
+    missed += (x[i] - solution[i]) * (x[i] - solution[i]);
     all += solution[i] * solution[i];
   }
   return std::sqrt(missed / all);
@@ -107,57 +70,37 @@ TEST(Convergence, IsFiveTimesNearerAndTwentyTimesWithADecayingRate) {
             distance_from_solution(plain, 2000, true));
 }
 
-// The errors that a hop's state keeps, in units of gradients.
-void add_owed(LocoHop& hop, std::vector<double>& owed) {
-  const std::vector<HopState> state = hop.state();
-  for (const HopState& one : state) {
-    const std::optional<ErrorKey> key = parse_error_key(one.key);
-    if (!key || key->kind == "scales") continue;
-    const auto begin = static_cast<std::size_t>(key->place.flat_offset);
-    const auto* const scales = std::ranges::find_if(state, [&](const HopState& other) {
-                                 return other.key == error_key(key->place, "scales");
-                               }).base();
-    for (std::size_t i = 0; i < static_cast<std::size_t>(one.data.count); ++i) {
-      double value = 0.0;
-      if (key->kind == "values") {
-        value = static_cast<const float*>(one.data.data)[i];
-      } else {
-        const auto group = (begin + i) / 64 - begin / 64;
-        value = static_cast<const std::int8_t*>(one.data.data)[i] *
-                static_cast<double>(static_cast<const float*>(scales->data.data)[group]);
-      }
-      owed[begin + i] += value / (1.0 - hop.options().err_beta);
-    }
-  }
-}
-
 // After some steps: what was given, what arrived of it, and the errors that remain.
 struct Account {
-  explicit Account(std::int64_t count)
-      : given(static_cast<std::size_t>(count)), arrived(given), owed(given) {}
   std::vector<double> given;
   std::vector<double> arrived;
   std::vector<double> owed;
 };
 
+struct Course {
+  LocoOptions options;
+  int replicas = 2;
+  std::int64_t count = 64;
+  int steps = 0;
+};
+
 // give(rank, gradient): the gradient of a replica's next step.
 Account account_of(const Course& run, const std::function<void(int rank, Floats& gradient)>& give) {
-  Account account(run.count);
-  std::mutex mutex;
-  run_replicas(run, [&](int rank, LocoHop& hop, const Reduce& reduce) {
-    Floats given(static_cast<std::size_t>(run.count));
-    for (int step = 0; step < run.steps; ++step) {
-      give(rank, given);
-      const Floats arrived = reduce(given);
-      const std::scoped_lock lock(mutex);
-      for (std::size_t i = 0; i < given.size(); ++i) {
-        account.given[i] += given[i];
-        if (rank == 0) account.arrived[i] += arrived[i];
-      }
+  const auto count = static_cast<std::size_t>(run.count);
+  Account account{.given = std::vector<double>(count), .arrived = std::vector<double>(count)};
+  LocoReference rules = rules_of(run.options, run.replicas, run.count);
+  std::vector<std::vector<Floats>> given(static_cast<std::size_t>(run.replicas), {Floats(count)});
+  for (int step = 0; step < run.steps; ++step) {
+    for (std::size_t replica = 0; replica < given.size(); ++replica) {
+      Floats& own = given[replica][0];
+      give(static_cast<int>(replica), own);
+      for (std::size_t i = 0; i < count; ++i) account.given[i] += own[i];
     }
-    const std::scoped_lock lock(mutex);
-    add_owed(hop, account.owed);
-  });
+    const Floats arrived = rules.reduce(given, 1.0F)[0];
+    rules.end_step(true);
+    for (std::size_t i = 0; i < count; ++i) account.arrived[i] += arrived[i];
+  }
+  account.owed = rules.owed(0);
   return account;
 }
 

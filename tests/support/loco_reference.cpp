@@ -97,6 +97,18 @@ bool LocoReference::is_plain(std::size_t parameter) const {
   return steps_ < options_.warmup_steps || is_excluded(options_, parameters_[parameter].name);
 }
 
+std::vector<double> LocoReference::owed(std::size_t parameter) const {
+  std::vector<double> owed(static_cast<std::size_t>(parameters_[parameter].cuts.back()));
+  for (const std::vector<Errors>& all : errors_) {
+    const Errors& errors = all[parameter];
+    for (std::size_t i = 0; i < owed.size(); ++i) {
+      owed[i] +=
+          errors.codes[i] * static_cast<double>(errors.scales[i]) / (1.0 - options_.err_beta);
+    }
+  }
+  return owed;
+}
+
 LocoReference::Half LocoReference::quantized(const Floats& given, const Errors& errors,
                                              const Parameter& parameter, Code code,
                                              std::uint32_t stream) const {

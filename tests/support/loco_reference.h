@@ -35,6 +35,8 @@ class LocoReference {
 
   [[nodiscard]] std::int64_t steps() const { return steps_; }
   [[nodiscard]] bool is_plain(std::size_t parameter) const;
+  // What the errors still owe of a parameter, in units of gradients.
+  [[nodiscard]] std::vector<double> owed(std::size_t parameter) const;
 
  private:
   // An error is code times scale. An error kept in fp32 has a scale of 1.

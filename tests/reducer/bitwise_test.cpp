@@ -118,21 +118,6 @@ TEST_P(Bitwise, EveryScheduleOnEveryWire) {
   }
 }
 
-// A parameter that is spread over several buckets and shares each with others.
-TEST_P(Bitwise, WholeParametersInSmallBuckets) {
-  const MeshShape shape = GetParam();
-  std::vector<ParameterSpec> parameters;
-  for (const std::int64_t count : {200, 7, 900, 31, 650, 300, 64, 1, 820, 33, 128, 400}) {
-    parameters.push_back({.name = "p" + std::to_string(parameters.size()), .shape = {count}});
-  }
-  const StepCase step =
-      random_step(parameters, shape.size(), {Sync::kShard, Sync::kNone, Sync::kAll}, 17);
-  for (const std::int64_t bucket_bytes : {512, 1000, 5000}) {
-    check_steps(shape, {.layout = Layout::kWhole, .bucket_bytes = bucket_bytes}, {step});
-    if (HasFatalFailure()) return;
-  }
-}
-
 TEST_P(Bitwise, HolesAreZeros) {
   const MeshShape shape = GetParam();
   const std::vector<StepCase> steps = steps_of_every_schedule(shape.size(), 2, true);
@@ -168,32 +153,6 @@ TEST(Unchanged, ByBucketSizeLayoutAndTransport) {
           if (testing::Test::HasFatalFailure()) return;
         }
       }
-    }
-  }
-}
-
-TEST(Unchanged, ByThreadsAndOrderOfArrival) {
-  for (const int thread_count : {1, 2, 5}) {
-    for (const Order order : {Order::kForward, Order::kReverse, Order::kRandom}) {
-      for (const std::uint64_t seed : {1U, 2U}) {
-        check_steps(kTwoByThree, {.bucket_bytes = 1 << 10}, odd_step(Dtype::kBf16), {},
-                    {.order = order, .thread_count = thread_count, .seed = seed});
-        if (testing::Test::HasFatalFailure()) return;
-      }
-    }
-  }
-}
-
-TEST(Unchanged, ByStridesOfTheGradients) {
-  for (const Dtype dtype : kDtypes) {
-    StepCase step = random_step({{.name = "matrix", .shape = {33, 65}, .dtype = dtype},
-                                 {.name = "cube", .shape = {5, 6, 7}, .dtype = dtype},
-                                 {.name = "thin", .shape = {1, 4, 1, 9}, .dtype = dtype}},
-                                kTwoByThree.size(), {Sync::kNone, Sync::kShard, Sync::kAll}, 9);
-    for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
-      check_steps(kTwoByThree, {.layout = layout, .bucket_bytes = 1 << 10}, {step}, {},
-                  {.transposed = true});
-      if (testing::Test::HasFatalFailure()) return;
     }
   }
 }

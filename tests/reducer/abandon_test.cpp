@@ -111,27 +111,6 @@ TEST(AbandonUnread, FinishTells) {
   });
 }
 
-// The other ranks never read the dropped step. Their next call tells them, once, and drops what
-// they have begun since.
-TEST(AbandonUnread, TheOthersLearnFromTheirNextCalls) {
-  const StepCase step = abandoned_step(2, {Sync::kShard, Sync::kAll});
-  for (int repeat = 0; repeat < 10; ++repeat) {
-    expect_result(kPair, step, {.bucket_bytes = 1 << 10}, [&](Reducer& reducer, const Mesh& mesh) {
-      if (mesh.rank() == 1) {
-        reducer.begin_microbatch({.last = true});
-        reducer.abandon_step("why not");
-      } else {
-        const auto run = [&] {
-          run_microbatch(reducer, step, 0, mesh.rank(), {.last = true});
-          run_step(reducer, step, mesh.rank());
-        };
-        EXPECT_THAT(caught<StepAbortedError>(run), names({1}));
-      }
-      run_step(reducer, step, mesh.rank());
-    });
-  }
-}
-
 // Two meshes in one job: the text of an error counts ranks of the mesh, its ranks() are ranks of
 // the job.
 TEST(AbandonInOneOfTwoMeshes, NamesTheRankOfTheJob) {

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <array>
-#include <numeric>
 
 #include "hsdp/reducer_internal.h"
 #include "tests/support/reducer_step.h"
@@ -101,12 +100,6 @@ TEST(Stats, NameEngineReductionHopAndTransports) {
   });
 }
 
-std::int64_t sum_of_kinds(const ReducerStats& stats) {
-  return stats.carry_bytes + stats.total_bytes + stats.staging_bytes + stats.accumulator_bytes +
-         stats.replica_hop_state_bytes + stats.snapshot_bytes + stats.optimizer_bytes +
-         stats.parameter_gather_bytes + stats.scratch_bytes;
-}
-
 TEST(Memory, ADefaultBucketGrowsWithTheMeshOnAGpu) {
   constexpr std::int64_t kMiB = std::int64_t{1} << 20;
   for (const int ranks : {1, 512, 100000}) {
@@ -116,29 +109,6 @@ TEST(Memory, ADefaultBucketGrowsWithTheMeshOnAGpu) {
   EXPECT_EQ(default_bucket_bytes(DeviceType::kCuda, 512), 32 * kMiB);
   EXPECT_EQ(default_bucket_bytes(DeviceType::kCuda, 1024), 64 * kMiB);
   EXPECT_EQ(default_bucket_bytes(DeviceType::kCuda, 100000), 128 * kMiB);
-}
-
-TEST(Memory, IsTheCarryAndTwoStagingBuckets) {
-  constexpr std::int64_t kCount = 1 << 20;
-  constexpr std::int64_t kBucketBytes = 256 << 10;
-  constexpr std::int64_t kPage = 4096;
-  const MeshShape shape{.replicate = 2, .shard = 2};
-  StepCase step =
-      integer_step({{.name = "w", .shape = {kCount}, .dtype = Dtype::kBf16}}, shape.size(), 2, 3);
-  const ReducerOptions options{.bucket_bytes = kBucketBytes};
-  run_reducers(shape, step, options, [&](Reducer& reducer, const Mesh& mesh) {
-    run_step(reducer, step, mesh.rank());
-    const ReducerStats stats = reducer.stats();
-    EXPECT_GE(stats.carry_bytes, kCount / shape.shard * 4);
-    EXPECT_LE(stats.carry_bytes, kCount / shape.shard * 4 + 16 * kPage);
-    EXPECT_GE(stats.staging_bytes, kBucketBytes);
-    EXPECT_LE(stats.staging_bytes, 2 * kBucketBytes + 16 * kPage);
-    EXPECT_EQ(stats.accumulator_bytes, 0);
-    EXPECT_EQ(stats.total_bytes, 0);
-    EXPECT_EQ(stats.resident_bytes, sum_of_kinds(stats));
-    EXPECT_GE(stats.peak_resident_bytes, stats.resident_bytes);
-    EXPECT_LE(stats.peak_resident_bytes, kCount / shape.shard * 4 + 2 * kBucketBytes + 32 * kPage);
-  });
 }
 
 // A peak is recorded when it happens, not when it is read.
@@ -154,27 +124,6 @@ TEST(Memory, PeaksAreSeenAfterwards) {
   EXPECT_EQ(count.of(MemoryKind::kReplicaHop).peak, 110);
   EXPECT_EQ(count.all().live, 0);
   EXPECT_EQ(count.all().peak, 140);
-}
-
-// Parts that work on a Reducer's slices add their memory to the Reducer's count.
-TEST(Memory, OfOthersIsHeldInTheReducersCount) {
-  run_mesh({1, 1}, [](const Mesh& mesh) {
-    const StepCase step = integer_step({{.name = "w", .shape = {1 << 10}}}, 1, 1, 3);
-    Reducer reducer(mesh);
-    register_all(reducer, step);
-    run_step(reducer, step, 0);
-    const ReducerStats before = reducer.stats();
-    MemoryCount::Held optimizer =
-        ReducerInternal(reducer).memory_count().hold(MemoryKind::kOptimizer, 1 << 20);
-    const ReducerStats with = reducer.stats();
-    EXPECT_EQ(with.optimizer_bytes, 1 << 20);
-    EXPECT_EQ(with.resident_bytes, before.resident_bytes + (1 << 20));
-    EXPECT_EQ(with.resident_bytes, sum_of_kinds(with));
-    optimizer = nullptr;
-    EXPECT_EQ(reducer.stats().optimizer_bytes, 0);
-    EXPECT_EQ(reducer.stats().resident_bytes, before.resident_bytes);
-    EXPECT_EQ(reducer.stats().peak_resident_bytes, with.resident_bytes);
-  });
 }
 
 // Small arrays share one message, which is allocated for the transfer only. Large arrays need none.
@@ -217,23 +166,6 @@ TEST(Memory, OfASnapshotsCopyIsCounted) {
     EXPECT_GE(reducer.stats().peak_resident_bytes, before + (4 << 16));
     EXPECT_GE(reducer.stats().snapshot_bytes, 4 << 16) << "kept for the next";
   });
-}
-
-TEST(Memory, LocalAccumulatorsTakeTheirDtype) {
-  constexpr std::int64_t kCount = 1 << 16;
-  const StepCase step =
-      integer_step({{.name = "w", .shape = {kCount}, .dtype = Dtype::kBf16}}, 2, 2, 3);
-  for (const auto& [dtype, element_bytes] :
-       {std::pair{AccumulateDtype::kF32, 4}, {AccumulateDtype::kParam, 2}}) {
-    const std::int64_t bytes = kCount * element_bytes;
-    run_reducers({1, 2}, step, {.accumulate_dtype = dtype},
-                 [&](Reducer& reducer, const Mesh& mesh) {
-                   run_microbatch(reducer, step, 0, mesh.rank(), {.sync = Sync::kNone});
-                   EXPECT_GE(reducer.stats().accumulator_bytes, bytes);
-                   EXPECT_LT(reducer.stats().accumulator_bytes, bytes + (64 << 10));
-                   reducer.discard();
-                 });
-  }
 }
 
 // All gradients arrive while the first bucket's is held back, so they are kept by reference. After

@@ -3,12 +3,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <chrono>
 #include <functional>
 #include <latch>
 #include <ostream>
-#include <thread>
 
 #include "hsdp/error.h"
 #include "tests/support/reducer_step.h"
@@ -235,23 +233,6 @@ TEST(FailedWorld, EveryCallRepeatsTheFirstErrorButTheLastResultStays) {
     EXPECT_EQ(reducer.stats().engine, "host");
     reducer.close();
   });
-}
-
-// One rank never comes. The other ranks' wait ends with an error that names it, and so does its own
-// next call.
-TEST(AbsentRank, IsATimeoutOnEveryRank) {
-  const StepCase step = integer_step({{.name = "w", .shape = {1000}}}, kSquare.size(), 1, 1);
-  std::atomic<int> gave_up{0};
-  const auto run = [&](Reducer& reducer, const Mesh& mesh) {
-    run_step(reducer, step, mesh.rank());
-    while (mesh.rank() == kOddRank && gave_up.load() < 3) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    }
-    EXPECT_THAT(caught<TimeoutError>([&] { run_step(reducer, step, mesh.rank()); }),
-                names({kOddRank}));
-    ++gave_up;
-  };
-  run_reducers(kSquare, step, {.bucket_bytes = 1 << 10}, run, {.timeout = std::chrono::seconds(1)});
 }
 
 }  // namespace

@@ -139,47 +139,6 @@ TEST_F(ReducerSnapshot, OfAPartialHoldsEachReplicasOwnSum) {
   }
 }
 
-TEST_F(ReducerSnapshot, IsACopyThatTheNextStepDoesNotTouch) {
-  const MeshShape shape{.replicate = 1, .shard = 2};
-  const StepCase saved = random_step({{.name = "w", .shape = {100000}}}, 2, {Sync::kAll}, 3);
-  const StepCase next = random_step(saved.parameters, 2, {Sync::kAll}, 4);
-  run_reducers(shape, saved, {}, [&](Reducer& reducer, const Mesh& mesh) {
-    run_step(reducer, saved, mesh.rank());
-    reducer.save_snapshot(path("saved"), 0);
-    run_step(reducer, next, mesh.rank());
-    reducer.save_snapshot(path("next"), 1);
-    reducer.close();
-  });
-  for (const auto& [name, step] : {std::pair{"saved", &saved}, std::pair{"next", &next}}) {
-    expect_same_bits(read(Snapshot::open(path(name)), 0, 0), reference_results(*step, {}, shape)[0],
-                     name);
-  }
-}
-
-// Accumulating after the all-reduce: the comparison reports the difference and names the cause.
-TEST_F(ReducerSnapshot, TheWrongOrderIsCaughtByTheComparison) {
-  const MeshShape shape{.replicate = 2, .shard = 2};
-  const StepCase step =
-      random_step({{.name = "w", .shape = {64, 3}}}, shape.size(), {Sync::kShard, Sync::kAll}, 6);
-  save(step, {}, shape, "right");
-  const ReferenceStep reference = reference_step(step, {}, shape, 0);
-  const auto write = [&](const std::string& name, Values values) {
-    const SnapshotEntry entry{
-        .name = "w",
-        .shape = {64, 3},
-        .data = {values.data(), static_cast<std::int64_t>(values.size()), Dtype::kF32}};
-    write_snapshot(path(name), {.layout = "full"}, std::span(&entry, 1));
-  };
-  write("wrong.h5", accumulate_after_all_reduce(reference, step.gradients[0], 0));
-  write("reference.h5", reference_result(reference, step.gradients[0]));
-  const Snapshot right = Snapshot::open(path("right"));
-  EXPECT_EQ(compare_snapshots(Snapshot::open(path("reference.h5")), right).verdict, Verdict::kSame);
-  const Comparison wrong = compare_snapshots(Snapshot::open(path("wrong.h5")), right);
-  EXPECT_EQ(wrong.verdict, Verdict::kDifferent);
-  ASSERT_FALSE(wrong.parameters.empty());
-  EXPECT_EQ(wrong.parameters.front().name, "w");
-}
-
 TEST_F(ReducerSnapshot, ThatCannotBeWrittenLeavesTheReducerUsable) {
   const MeshShape shape{.replicate = 1, .shard = 2};
   const StepCase step = random_step({{.name = "w", .shape = {100}}}, 2, {Sync::kAll}, 7);

@@ -136,19 +136,6 @@ TEST_F(ControlTest, AShortStopIsForgiven) {
   expect_all_ok(ranks.finish());
 }
 
-TEST_F(ControlTest, TheEndOfTheChainOfWaitsIsAtFault) {
-  const auto outcomes = run_processes(4, {}, [](int rank) {
-    const auto control = connect();
-    return outcome_of([&] {
-      if (rank < 3) wait_for_peer(*control, {"all_reduce", 2, rank + 1});
-      throw_when_failed(*control);
-    });
-  });
-  expect_failure(outcomes, everyone(4), kTimedOut,
-                 {"all_reduce of bucket 2: rank 3 of 4 did not arrive within 2.",
-                  "it is alive, but in no call", "at fault 3"});
-}
-
 TEST_F(ControlTest, WhoDidNotPostIsNamed) {
   const auto outcomes = run_processes(4, {}, [](int rank) {
     const auto control = connect();

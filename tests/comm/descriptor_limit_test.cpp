@@ -26,7 +26,7 @@ namespace hsdp::comm {
 namespace {
 
 constexpr milliseconds kAMoment{300};
-constexpr milliseconds kShort{3'000};
+constexpr milliseconds kShort{1'500};
 constexpr milliseconds kLong{20'000};
 
 // Takes all descriptors of this process up to a low limit, except `spare` of them.

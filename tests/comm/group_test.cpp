@@ -349,26 +349,5 @@ TEST(Misuse, TwoThreadsOnOneCommunicatorAreRefused) {
   });
 }
 
-TEST(Misuse, AForkedChildIsRefused) {
-  run_world({.size = 1}, [](Communicator& world) {
-    const SharedMemory memory = world.allocate(10, Dtype::kF32);
-    const pid_t child = fork();
-    if (child == 0) {
-      int code = 1;
-      try {
-        static_cast<void>(world.allocate(1, Dtype::kF32));
-      } catch (const UsageError&) {
-        code = 0;
-      } catch (...) {
-        code = 2;
-      }
-      _exit(code);
-    }
-    int status = 0;
-    ASSERT_EQ(waitpid(child, &status, 0), child);
-    EXPECT_EQ(WEXITSTATUS(status), 0);
-  });
-}
-
 }  // namespace
 }  // namespace hsdp::test

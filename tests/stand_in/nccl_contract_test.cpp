@@ -11,7 +11,7 @@ namespace {
 
 std::vector<ContractCase> cases() {
   std::vector<ContractCase> all;
-  for (int size = 1; size <= 4; ++size) {
+  for (int size = 1; size <= 3; ++size) {
     for (const Path path : {Path::kDirect, Path::kPrivate}) {
       all.push_back({(path == Path::kDirect ? "allocated_" : "private_") + std::to_string(size),
                      size, path, [size](const std::function<void(Communicator&)>& body) {

@@ -160,43 +160,6 @@ TEST(NcclPlanned, WhatDiffersOnOneRankIsNamedOnAll) {
   }
 }
 
-// The word, the bit for found_inf, and nothing else.
-TEST(NcclPlanned, AStepSendsAsMuchForManyBucketsAsForFew) {
-  std::map<int, std::vector<std::int64_t>> messages;  // by number of buckets
-  for (const bool quantizes : {false, true}) {
-    for (const int count : {4, kMany}) {
-      std::mutex mutex;
-      run_nccl_mesh({2, 2}, [&](const Mesh& mesh) {
-        ReducerOptions options{.reduce_dtype = Dtype::kF32, .bucket_bytes = 256};
-        if (quantizes) options.replica_hop = std::make_shared<quant::LocoHop>();
-        Reducer reducer(mesh, options);
-        for (int p = 0; p < count; ++p) {
-          reducer.register_parameter({.name = "w" + std::to_string(p), .shape = {64}});
-        }
-        const std::vector<float> gradient(64, 1.0F);
-        std::vector<std::int64_t> after;
-        for (int step = 0; step < 4; ++step) {
-          for (const bool last : {false, true}) {
-            Microbatch open(reducer, {.last = last});
-            for (int p = 0; p < count; ++p) {
-              reducer.gradient_ready(p, {gradient.data(), Dtype::kF32, mesh.device(), {64}, {}});
-            }
-            open.end();
-          }
-          EXPECT_FALSE(reducer.found_inf());
-          after.push_back(reducer.stats().control_message_count);
-        }
-        EXPECT_EQ(reducer.stats().bucket_count, count);
-        const std::lock_guard lock(mutex);
-        messages[count].push_back(std::min(after[2] - after[1], after[3] - after[2]));
-      });
-    }
-    EXPECT_EQ(messages[4], messages[kMany]);
-    EXPECT_THAT(messages[4], ::testing::Each(3)) << "a word for each microbatch, one bit";
-    messages.clear();
-  }
-}
-
 // Two Reducers, one with LoCo, and gathers of parameters beside them; with `units` also those of
 // stage 3. Returns how many messages this rank had sent by the end of each step. A rank that is
 // held up for long asks again.

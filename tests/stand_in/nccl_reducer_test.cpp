@@ -33,7 +33,6 @@ namespace hsdp::test {
 namespace {
 
 using stand_in::NcclCall;
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::ThrowsMessage;
 

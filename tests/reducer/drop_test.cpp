@@ -35,6 +35,7 @@ struct Setting {
   Dtype dtype = Dtype::kF32;
   TransportChoice transport = TransportChoice::kAuto;
   Backwards backwards = Backwards::kOne;
+  std::size_t first = 0;   // case
   std::size_t stride = 7;  // from one case to the next
 };
 void PrintTo(const Setting& setting, std::ostream* out) { PrintTo(setting.shape, out); }
@@ -76,7 +77,7 @@ TEST_P(EveryDrop, LeavesAllRanksUsableAndAtTheSameStep) {
             .clean_step = [&] { return run_step(reducer, clean, rank).shards; }};
         const std::vector<Values> expected = actions.clean_step();
         const std::vector<DropCase> drops = every_drop(size);
-        for (std::size_t i = 0; i < drops.size(); i += setting.stride) {
+        for (std::size_t i = setting.first; i < drops.size(); i += setting.stride) {
           const DropCase& drop = drops[i];
           run_microbatch(other, step, 0, rank, {.sync = Sync::kShard});
           run_drop(reducer, actions, drop, rank, expected);
@@ -93,10 +94,11 @@ TEST_P(EveryDrop, LeavesAllRanksUsableAndAtTheSameStep) {
 INSTANTIATE_TEST_SUITE_P(
     Settings, EveryDrop,
     testing::Values(Setting{.shape = {1, 1}, .stride = 1}, Setting{.shape = {1, 3}, .stride = 1},
-                    Setting{{3, 1}}, Setting{.shape = {2, 2}, .stride = 2},
-                    Setting{{2, 2}, Dtype::kF16}, Setting{{1, 3}, Dtype::kF16},
-                    Setting{{2, 2}, Dtype::kBf16, TransportChoice::kTcp},
-                    Setting{{2, 2}, Dtype::kF32, TransportChoice::kAuto, Backwards::kMany}),
+                    Setting{{3, 1}}, Setting{{2, 2}},
+                    Setting{.shape = {2, 2}, .dtype = Dtype::kF16, .first = 2},
+                    Setting{{1, 3}, Dtype::kF16},
+                    Setting{.shape = {2, 2}, .transport = TransportChoice::kTcp, .first = 4},
+                    Setting{.shape = {2, 2}, .backwards = Backwards::kMany, .first = 6}),
     [](const auto& row) {
       return to_string(row.param.shape) + "_" + std::string(name(row.param.dtype)) +
              (row.param.transport == TransportChoice::kTcp ? "_tcp" : "") +
@@ -136,23 +138,6 @@ TEST(DropBeforeALocalWindow, LeavesFoundInfAtOnce) {
     } else {
       asked.wait();
       EXPECT_THROW(run_step(reducer, step, 0), StepAbortedError);
-    }
-  });
-}
-
-TEST(DropReason, OfAMebibyteIsCutAndMayBeEmpty) {
-  const StepCase step = random_step(small_parameters(Dtype::kF32), 2, {Sync::kAll}, 3);
-  run_reducers({2, 1}, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
-    for (const std::size_t size : {1 << 20, 0}) {
-      if (mesh.rank() == 0) {
-        reducer.begin_microbatch();
-        reducer.abandon_step(std::string(size, 'r'));
-        reducer.finish();
-      } else {
-        const std::string sent(std::min<std::size_t>(size, 1024), 'r');
-        EXPECT_THAT(caught<StepAbortedError>([&] { run_step(reducer, step, 1); }),
-                    names({0}, testing::HasSubstr(sent + ";")));
-      }
     }
   });
 }

@@ -99,16 +99,19 @@ class GatherBeside : public testing::TestWithParam<MeshShape> {};
 TEST_P(GatherBeside, ManyStepsHaveTheBitsOfGatherParameters) {
   const MeshShape shape = GetParam();
   const StepCase step = gathered_step(shape);
-  for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
-    std::vector<std::vector<Values>> parameters(static_cast<std::size_t>(shape.size()));
-    const ReducerOptions options{.layout = layout, .bucket_bytes = 1 << 10};
-    run_reducers(shape, step, options, [&](Reducer& reducer, const Mesh& mesh) {
-      GatherSteps steps = gather_steps_on_host(reducer, step, mesh.rank());
-      steps.count = 12;
-      parameters[static_cast<std::size_t>(mesh.rank())] =
-          run_gather_steps(reducer, step, mesh, steps);
-    });
-    for (const auto& of_rank : parameters) EXPECT_EQ(of_rank, parameters.front());
+  for (const TransportChoice transport : {TransportChoice::kAuto, TransportChoice::kTcp}) {
+    for (const Layout layout : {Layout::kFlat, Layout::kDim0, Layout::kWhole}) {
+      std::vector<std::vector<Values>> parameters(static_cast<std::size_t>(shape.size()));
+      const auto run = [&](Reducer& reducer, const Mesh& mesh) {
+        GatherSteps steps = gather_steps_on_host(reducer, step, mesh.rank());
+        steps.count = 12;
+        parameters[static_cast<std::size_t>(mesh.rank())] =
+            run_gather_steps(reducer, step, mesh, steps);
+      };
+      run_reducers(shape, step, {.layout = layout, .bucket_bytes = 1 << 10}, run,
+                   {.transport = transport});
+      for (const auto& of_rank : parameters) EXPECT_EQ(of_rank, parameters.front());
+    }
   }
 }
 

@@ -86,18 +86,12 @@ INSTANTIATE_TEST_SUITE_P(
         Misuse{"timeout_huge",
                {.replicate = 2, .shard = 2, .timeout_s = 1e300},
                "timeout_s: expected 0.001 to 1000000 seconds, got 1e+300"},
-        Misuse{"timeout_beyond_clocks",
-               {.replicate = 2, .shard = 2, .timeout_s = 1e18},
-               "seconds, got 1e+18"},
-        Misuse{
-            "timeout_tiny", {.replicate = 2, .shard = 2, .timeout_s = 1e-9}, "seconds, got 1e-09"},
-        Misuse{"timeout_nan", {.replicate = 2, .shard = 2, .timeout_s = NAN}, "seconds, got nan"},
         Misuse{"ragged", {.replicate = 2, .shard = 2, .ranks = {{0, 1, 2}, {3}}}, "ranks"}),
     [](const auto& row) { return row.param.label; });
 
 // Refused before anything connects, and without a launcher.
 TEST(InitMesh, RefusesATimeoutThatNoClockHolds) {
-  for (const double timeout_s : {1e300, 1e18, 1e-9, 0.0, -1.0}) {
+  for (const double timeout_s : {1e300, 1e18, 1e-9, 0.0, -1.0, double{NAN}}) {
     EXPECT_THAT(caught<UsageError>([&] { const Mesh mesh = init_mesh({.timeout_s = timeout_s}); }),
                 says(HasSubstr("mesh: timeout_s: expected")));
   }

@@ -15,7 +15,6 @@
 #include <vector>
 
 #include "hsdp/error.h"
-#include "tests/support/gather_steps.h"
 #include "tests/support/process_ranks.h"
 #include "tests/support/reducer_step.h"
 
@@ -142,20 +141,6 @@ struct Victim {
 
 void PrintTo(const Victim& victim, std::ostream* out) { *out << "rank " << victim.rank; }
 
-std::vector<Victim> victims() {
-  std::vector<Victim> all;
-  for (const std::string transport : {"auto", "tcp"}) {
-    for (const MeshShape shape : {MeshShape{2, 2}, MeshShape{1, 3}}) {
-      for (int rank = 0; rank < shape.size(); ++rank) all.push_back({shape, transport, rank});
-    }
-  }
-  all.push_back({kSquare, "auto", 2, true});
-  for (const char* const transport : {"auto", "tcp"}) {
-    all.push_back({kSquare, transport, 1, false, ShardOver::kMesh});
-  }
-  return all;
-}
-
 class Killed : public testing::TestWithParam<Victim> {};
 
 TEST_P(Killed, IsNamedByTheOthersWithinTwoSeconds) {
@@ -203,12 +188,17 @@ std::string victim_name(const testing::TestParamInfo<Victim>& info) {
          (info.param.over == ShardOver::kMesh ? "_over_mesh" : "");
 }
 
-INSTANTIATE_TEST_SUITE_P(EveryRank, Killed, testing::ValuesIn(victims()), victim_name);
-// Each of these waits for a timeout, so every rank is stopped in one case only.
-INSTANTIATE_TEST_SUITE_P(EveryRank, Stopped,
-                         testing::Values(Victim{{2, 2}, "auto", 0}, Victim{{2, 2}, "auto", 1},
-                                         Victim{{2, 2}, "tcp", 2}, Victim{{2, 2}, "auto", 3},
-                                         Victim{{1, 3}, "tcp", 0}, Victim{{1, 3}, "auto", 2}),
+INSTANTIATE_TEST_SUITE_P(Ranks, Killed,
+                         testing::Values(Victim{kSquare, "auto", 0}, Victim{kSquare, "auto", 1},
+                                         Victim{kSquare, "auto", 2}, Victim{kSquare, "auto", 3},
+                                         Victim{kSquare, "tcp", 2}, Victim{{1, 3}, "tcp", 1},
+                                         Victim{kSquare, "auto", 2, true},
+                                         Victim{kSquare, "auto", 1, false, ShardOver::kMesh}),
+                         victim_name);
+// Each of these waits for a timeout.
+INSTANTIATE_TEST_SUITE_P(Ranks, Stopped,
+                         testing::Values(Victim{kSquare, "auto", 0}, Victim{kSquare, "auto", 3},
+                                         Victim{{1, 3}, "tcp", 2}),
                          victim_name);
 
 // A mistake on one rank is an error on the other rank at once, not after a timeout.
@@ -235,66 +225,6 @@ TEST(InitMesh, WithBadSizesOnOneRankIsAnErrorOnAll) {
     return 0;
   });
   for (const RankOutcome& outcome : outcomes) EXPECT_TRUE(outcome.ok()) << outcome.error;
-}
-
-// Compared with gather_parameters() in each process, and between processes.
-TEST(GathersBetweenProcesses, UnderRunningMicrobatchesHaveTheSameBits) {
-  const MeshShape shape{.replicate = 2, .shard = 2};
-  const StepCase step = random_step(odd_parameters(Dtype::kF32), shape.size(),
-                                    {Sync::kShard, Sync::kNone, Sync::kAll}, 12);
-  std::set<std::string> hashes;
-  for (const std::string transport : {"auto", "tcp"}) {
-    const auto outcomes = run_processes(shape.size(), options_for(transport), [&](int) {
-      const Mesh mesh =
-          init_mesh({.replicate = shape.replicate, .shard = shape.shard, .timeout_s = 20.0});
-      Reducer reducer(mesh, {.bucket_bytes = 1 << 10});
-      register_all(reducer, step);
-      GatherSteps steps = gather_steps_on_host(reducer, step, mesh.rank());
-      steps.count = 10;
-      note(std::to_string(hash_of(run_gather_steps(reducer, step, mesh, steps))));
-      mesh.world().barrier();
-      return testing::Test::HasFailure() ? 1 : 0;
-    });
-    for (const RankOutcome& outcome : outcomes) {
-      ASSERT_TRUE(outcome.ok()) << outcome.error;
-      hashes.insert(outcome.notes.begin(), outcome.notes.end());
-    }
-  }
-  EXPECT_EQ(hashes.size(), 1U);
-}
-
-// One rank raises in its block: the step is dropped in all processes, and all ranks go on.
-TEST(AbandonBetweenProcesses, TheNextStepIsRight) {
-  const MeshShape shape{.replicate = 2, .shard = 2};
-  const StepCase step =
-      random_step(odd_parameters(Dtype::kBf16), shape.size(), {Sync::kShard, Sync::kAll}, 10);
-  const std::string want = std::to_string(hash_of(reference_results(step, {}, shape)));
-  for (const std::string transport : {"auto", "tcp"}) {
-    const auto outcomes = run_processes(shape.size(), options_for(transport), [&](int) {
-      const Mesh mesh = init_mesh({.replicate = 2, .shard = 2, .timeout_s = 20.0});
-      Reducer reducer(mesh, {.bucket_bytes = 4 << 10});
-      register_all(reducer, step);
-      if (mesh.rank() == 1) {
-        reducer.begin_microbatch({.last = false});
-        reducer.abandon_step("bad data");
-      } else {
-        const auto error = caught<StepAbortedError>([&] { run_step(reducer, step, mesh.rank()); });
-        note(error ? error->what() : "no error");
-      }
-      run_step(reducer, step, mesh.rank());
-      note(std::to_string(hash_of(gathered(reducer, step))));
-      reducer.close();
-      mesh.world().barrier();
-      return 0;
-    });
-    for (std::size_t rank = 0; rank < outcomes.size(); ++rank) {
-      ASSERT_TRUE(outcomes[rank].ok()) << outcomes[rank].error;
-      EXPECT_EQ(outcomes[rank].notes.back(), want);
-      if (rank != 1) {
-        EXPECT_THAT(outcomes[rank].notes.front(), HasSubstr("bad data"));
-      }
-    }
-  }
 }
 
 }  // namespace

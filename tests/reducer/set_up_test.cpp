@@ -20,36 +20,6 @@ using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's
 using testing::AllOf;
 using testing::HasSubstr;
 
-class SetUp : public testing::TestWithParam<TransportChoice> {};
-
-// On another mesh, between processes: set_up_process_test.cpp.
-TEST_P(SetUp, FailsOnAllRanksAndMayBeTriedAgain) {
-  constexpr MeshShape kShape{3, 2};
-  const StepCase step =
-      random_step({{.name = "w0", .shape = {100}}, {.name = "w1", .shape = {9, 7}}}, kShape.size(),
-                  {Sync::kShard, Sync::kAll}, 3);
-  ThreadRanksOptions options = kPatient;
-  options.transport = GetParam();
-  const auto run = [&](const Mesh& mesh) {
-    Reducer reducer(mesh, {.bucket_bytes = 256, .replica_hop = std::make_shared<MemoryHop>()});
-    register_all(reducer, step);
-    int attempts = 0;
-    for (const SetUpFault& fault : set_up_faults()) {
-      expect_failed_set_up(reducer, mesh, fault, attempts++ % kShape.size());
-    }
-    run_step(reducer, step, mesh.rank());
-    expect_same_bits(gathered(reducer, step), reference_results(step, {}, kShape),
-                     "after every failure");
-  };
-  run_mesh(kShape, run, options);
-}
-
-INSTANTIATE_TEST_SUITE_P(Transports, SetUp,
-                         testing::Values(TransportChoice::kAuto, TransportChoice::kTcp),
-                         [](const auto& chosen) {
-                           return chosen.param == TransportChoice::kTcp ? "Tcp" : "SharedMemory";
-                         });
-
 TEST(SetUpOfTwo, GivesEachItsOwnError) {
   run_patiently(kSquare, [&](const Mesh& mesh) {
     Reducer reducer(mesh);

@@ -24,7 +24,6 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::AnyOf;
-using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -38,13 +37,7 @@ StepCase traced_step(MeshShape shape) {
 class Traced : public testing::Test {
  protected:
   [[nodiscard]] std::filesystem::path path() const { return folder_ / "trace.json"; }
-  [[nodiscard]] std::vector<std::string> files() const {
-    std::vector<std::string> names;
-    for (const auto& entry : std::filesystem::directory_iterator(folder_.path())) {
-      names.push_back(entry.path().filename());
-    }
-    return names;
-  }
+  [[nodiscard]] std::vector<std::string> files() const { return names_in(folder_.path()); }
   // Runs steps before, within and after the trace. Returns the number of buckets.
   [[nodiscard]] int trace_steps(const Mesh& mesh, MeshShape shape) const {
     const StepCase step = traced_step(shape);
@@ -556,7 +549,7 @@ TEST_F(Traced, IsReplacedAsAWholeOrNotAtAll) {
 // timeout is longer than the test may take.
 TEST_F(Traced, OfARankThatDiesIsAnErrorOfTheOthers) {
   for (const int victim : {3, 0}) {
-    for (int tries = 0; tries < 8; ++tries) {
+    for (int tries = 0; tries < 4; ++tries) {
       std::filesystem::remove(path());
       const auto outcomes = run_processes(4, {}, [&](int rank) {
         const Mesh mesh = init_mesh({.replicate = 2, .shard = 2, .timeout_s = 600});
@@ -568,7 +561,7 @@ TEST_F(Traced, OfARankThatDiesIsAnErrorOfTheOthers) {
         if (rank == victim) {
           if (tries == 0) ::_exit(3);
           std::thread([tries] {
-            std::this_thread::sleep_for(std::chrono::milliseconds(2 * tries));
+            std::this_thread::sleep_for(std::chrono::milliseconds(4 * tries));
             ::_exit(3);
           }).detach();
         }

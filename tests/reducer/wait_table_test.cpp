@@ -11,7 +11,6 @@
 #include "hsdp/error.h"
 #include "hsdp/reducer/compare_waits.h"
 #include "hsdp/reducer_internal.h"
-#include "tests/support/process_ranks.h"
 #include "tests/support/reducer_step.h"
 #include "tests/support/written_operations.h"
 
@@ -288,39 +287,6 @@ TEST(WaitTable, IsRefusedWithinAMicrobatch) {
     EXPECT_THAT(caught<UsageError>([&] { static_cast<void>(reducer.wait_table()); }),
                 says(HasSubstr("wait_table")));
   });
-}
-
-TEST(WaitTable, NamesTheProcessThatComesLate) {
-  const auto outcomes = run_processes(4, {}, [](int) {
-    const Mesh mesh = init_mesh({.replicate = 2, .shard = 2});
-    const WaitTable table = table_of(mesh, waited_step(kSquare), 2);
-    note(table.straggler ? std::to_string(*table.straggler) : "none");
-    note(std::to_string(table.clock_error_s < 0.03));
-    return 0;
-  });
-  for (const RankOutcome& outcome : outcomes) {
-    EXPECT_EQ(outcome.error, "");
-    EXPECT_THAT(outcome.notes, ::testing::ElementsAre("2", "1"));
-  }
-}
-
-// A rank ends while the others compare; they get its error.
-TEST(WaitTable, EndsWithTheErrorOfALostRank) {
-  const auto outcomes = run_processes(4, {}, [](int rank) {
-    const Mesh mesh = init_mesh({.replicate = 2, .shard = 2});
-    Reducer reducer(mesh);
-    if (rank == 3) ::_exit(3);
-    try {
-      static_cast<void>(reducer.wait_table());
-    } catch (const PeerLostError& error) {
-      note(error.what());
-    }
-    return 0;
-  });
-  for (int rank = 0; rank < 3; ++rank) {
-    EXPECT_THAT(outcomes[static_cast<std::size_t>(rank)].notes,
-                ::testing::ElementsAre(HasSubstr("rank 3 of 4")));
-  }
 }
 
 }  // namespace

@@ -36,7 +36,7 @@ using ::testing::ThrowsMessage;
 class OnGpu : public ::testing::TestWithParam<MeshShape> {};
 
 TEST_P(OnGpu, GradientsOfF64StayF64) {
-  stand_in::delay_work(3);  // or what is read too early would be there by chance
+  stand_in::delay_work(3);  // otherwise data that is read too early might be there by chance
   for (const Layout layout : {Layout::kFlat, Layout::kWhole}) {
     for (const ShardOver shard_over : {ShardOver::kShard, ShardOver::kMesh}) {
       run_gpu_mesh(GetParam(), [&](const Mesh& mesh) {

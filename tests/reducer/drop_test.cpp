@@ -97,7 +97,7 @@ INSTANTIATE_TEST_SUITE_P(
                     Setting{{3, 1}}, Setting{{2, 2}},
                     Setting{.shape = {2, 2}, .dtype = Dtype::kF16, .first = 2},
                     Setting{{1, 3}, Dtype::kF16},
-                    Setting{.shape = {2, 2}, .transport = TransportChoice::kTcp, .first = 4},
+                    Setting{{2, 2}, Dtype::kBf16, TransportChoice::kTcp, Backwards::kOne, 4},
                     Setting{.shape = {2, 2}, .backwards = Backwards::kMany, .first = 6}),
     [](const auto& row) {
       return to_string(row.param.shape) + "_" + std::string(name(row.param.dtype)) +

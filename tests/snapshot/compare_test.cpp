@@ -310,27 +310,6 @@ TEST_F(Compare, DrawsErrorsAlongTheParameter) {
   }
 }
 
-// Which snapshots can be compared with which.
-TEST_F(Compare, FindsTheSameAcrossMeshesAndLayouts) {
-  const auto gradients = some_gradients();
-  const Snapshot reference = write("reference", gradients, mesh_info(1, 1));
-  for (const auto& [replicate, shard, layout] : std::vector<std::tuple<int, int, std::string>>{
-           {2, 2, "flat"}, {1, 4, "dim0"}, {4, 1, "flat"}, {1, 7, "flat"}, {2, 2, "full"}}) {
-    const std::string name = layout + std::to_string(replicate) + std::to_string(shard);
-    const Snapshot other = write(name, gradients, mesh_info(replicate, shard, layout));
-    for (const bool bitwise : {false, true}) {
-      const Comparison comparison = compare_snapshots(other, reference, {.bitwise = bitwise});
-      EXPECT_EQ(comparison.verdict, Verdict::kSame) << name;
-      for (const auto& parameter : comparison.parameters) {
-        EXPECT_EQ(parameter.max_absolute, 0) << parameter.name;
-        EXPECT_EQ(parameter.relative_l2, 0);
-        EXPECT_EQ(parameter.max_ulp, 0);
-        EXPECT_NEAR(parameter.cosine, 1, 1e-12);
-      }
-    }
-  }
-}
-
 TEST_F(Compare, ComparesStoredDtypes) {
   const std::vector<std::uint16_t> bf16{0x3f80, 0x4000};
   const Snapshot a = write_array("a.h5", {bf16.data(), 2, Dtype::kBf16});

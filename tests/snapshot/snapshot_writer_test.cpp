@@ -15,7 +15,7 @@ namespace hsdp {
 namespace {
 
 using namespace hsdp::testing;
-using ::testing::HasSubstr;
+using test::names_in;
 
 TEST(SnapshotWriter, KeepsTheDataOfTheMomentOfSubmit) {
   const TemporaryDirectory folder;
@@ -98,15 +98,6 @@ TEST(SnapshotWriter, WritesFromManyThreadsAtOnce) {
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     EXPECT_EQ(read_all(snapshot, i, 1), gradients[i].data);
   }
-}
-
-std::vector<std::string> names_in(const std::filesystem::path& folder) {
-  std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
-    names.push_back(entry.path().filename().string());
-  }
-  std::sort(names.begin(), names.end());
-  return names;
 }
 
 // Of a larger mesh: files of ranks that the new one does not have are gone, others stay.

@@ -26,8 +26,6 @@ using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's
 using nlohmann::json;
 using testing::AllOf;
 using testing::HasSubstr;
-using testing::MatchesRegex;
-using testing::Not;
 
 constexpr int kEnded = 10;
 constexpr MeshShape kPair{.replicate = 1, .shard = 2};

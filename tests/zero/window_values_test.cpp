@@ -48,20 +48,6 @@ StepCase passes_of_one_window(const std::vector<ParameterSpec>& parameters, int 
   return step;
 }
 
-// Runs `step` on all ranks and checks that it leaves the reference's result.
-void expect_bits(const StepCase& step, const ReducerOptions& options, MeshShape shape,
-                 const std::string& label,
-                 const std::function<void(Reducer& reducer, const Mesh& mesh)>& run) {
-  std::vector<RankResult> results(static_cast<std::size_t>(shape.size()));
-  run_mesh(shape, [&](const Mesh& mesh) {
-    Reducer reducer(mesh, options);
-    register_all(reducer, step);
-    run(reducer, mesh);
-    results[static_cast<std::size_t>(mesh.rank())] = read_result(reducer, step);
-  });
-  expect_reference(results, step, options, shape, label);
-}
-
 struct WindowCase {
   MeshShape shape;
   Dtype dtype = Dtype::kF32;
@@ -89,15 +75,14 @@ TEST_P(WindowBits, AreThoseOfTheLocalSum) {
           // Runs twice: nothing of the first window may be in the second.
           WindowOptions window{.accumulate_dtype = sums};
           if (is_declared) window.backwards = pass_count;
-          expect_bits(step, options, shape,
-                      std::to_string(pass_count) + (is_declared ? " declared" : "") + " passes, " +
-                          std::string(word_of(sums)),
-                      [&](Reducer& reducer, const Mesh& mesh) {
-                        for (int repeat = 0; repeat < 2; ++repeat) {
-                          run_window(reducer, step, {0, pass_count}, mesh.rank(), window, delivery);
-                          static_cast<void>(read_result(reducer, step));
-                        }
-                      });
+          SCOPED_TRACE(std::to_string(pass_count) + (is_declared ? " declared" : "") + " passes, " +
+                       std::string(word_of(sums)));
+          expect_result(shape, step, options, [&](Reducer& reducer, const Mesh& mesh) {
+            for (int repeat = 0; repeat < 2; ++repeat) {
+              run_window(reducer, step, {0, pass_count}, mesh.rank(), window, delivery);
+              static_cast<void>(read_result(reducer, step));
+            }
+          });
         }
       }
     }
@@ -160,8 +145,8 @@ TEST(WindowsAndMicrobatches, AddUpInAnyOrder) {
     delivery.thread_count = random.integer(1, 2);
     const bool declares = random.integer(0, 1) == 0;
     // A window adds its last pass too before it packs; in fp32 the result is the same.
-    const std::string label = "seed " + std::to_string(seed);
-    expect_bits(what.step, options, shape, label, [&](Reducer& reducer, const Mesh& mesh) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    expect_result(shape, what.step, options, [&](Reducer& reducer, const Mesh& mesh) {
       reducer.set_partial_sync(what.partial);
       for (std::size_t part = 0; part < what.parts.size(); ++part) {
         const Passes passes = what.parts[part];
@@ -249,8 +234,8 @@ TEST(WindowsThatAreHandedSums, HaveTheBitsOfTheLocalSum) {
     for (const MeshShape shape : {kSquare, MeshShape{2, 1}, MeshShape{1, 2}}) {
       const StepCase step = passes_of_one_window(parameters, shape.size(), kPasses, 11);
       const ReducerOptions options{.reduce_dtype = wire, .bucket_bytes = 512};
-      const std::string label = "sums on " + std::string(name(wire));
-      expect_bits(step, options, shape, label, [&](Reducer& reducer, const Mesh& mesh) {
+      SCOPED_TRACE("sums on " + std::string(name(wire)));
+      expect_result(shape, step, options, [&](Reducer& reducer, const Mesh& mesh) {
         const auto rank = static_cast<std::size_t>(mesh.rank());
         CoalescedWindow window({&reducer}, {.accumulate = Accumulate::kGrad});
         std::vector<StoredGradient> stored;
@@ -281,7 +266,7 @@ TEST(WindowOverlap, ReducesDeclaredPassesInsideOfTheWindow) {
         const StepCase step =
             passes_of_one_window(odd_parameters(Dtype::kF32), shape.size(), kPasses, 13);
         const ReducerOptions options{.reduce_dtype = wire, .bucket_bytes = 512};
-        expect_bits(step, options, shape, "overlapped", [&](Reducer& reducer, const Mesh& mesh) {
+        expect_result(shape, step, options, [&](Reducer& reducer, const Mesh& mesh) {
           WindowOptions declared;
           if (is_declared) declared.backwards = kPasses;
           CoalescedWindow window({&reducer}, declared);

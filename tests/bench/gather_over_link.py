@@ -10,11 +10,9 @@ Usage: gather_over_link.py --build build/bench [--rounds N]
 import sys
 from typing import Dict
 
-from programs import Report, markdown_table, parse, run_part
-from shaped_link import ShapedLink, TorchOverLink, pinned, run_ranks
+from programs import Report, markdown_table, run_part
+from shaped_link import TorchOverLink
 
-MBIT = 1000
-RANKS = 2
 LEAST_ROUNDS = 9  # iterations are compared within 2 %
 CASES = {"f32": "f32", "short": "f32, short forward", "f16": "f16"}
 BUCKETS = {"256k": "256 Ki", "1m": "1'000'000", "4m": "all"}
@@ -29,11 +27,8 @@ class GatherOverLink(TorchOverLink):
         """Values: torch_gather_<case>_<stage>_<bucket>_<name>, as torch_gather.py prints them."""
         program = [*self._package.command("torch_gather.py", {}),
                    f"--rounds={max(rounds, LEAST_ROUNDS)}"]
-        with ShapedLink() as link:
-            link.shape(MBIT)
-            output, error = run_ranks(link, pinned(program, RANKS))
-        report = parse(output, "torch")
-        report.error = error and f"torch_gather: {error}"
+        report = Report()
+        self.run_over_link(report, "torch_gather", [program])
         return report
 
 

@@ -10,10 +10,9 @@ Usage: over_mesh.py --build build/bench [--rounds N]
 import sys
 from typing import Dict
 
-from programs import Report, markdown_table, parse, run_part, run_torch, tool
-from shaped_link import ShapedLink, TorchOverLink, pinned, run_ranks
+from programs import Report, markdown_table, run_part, run_torch, tool
+from shaped_link import TorchOverLink
 
-MBIT = 1000
 LEAST_ROUNDS = 9
 
 
@@ -28,11 +27,7 @@ class OverMesh(TorchOverLink):
         command = [str(tool(self._build, "hsdp_run")), "-n", "4", *program, "--part=memory"]
         if not run_torch("torch_over_mesh", command, report):
             return report
-        with ShapedLink() as link:
-            link.shape(MBIT)
-            output, error = run_ranks(link, pinned([*program, "--part=link"], 2))
-        report.values.update(parse(output, "torch").values)
-        report.error = error and f"torch_over_mesh: {error}"
+        self.run_over_link(report, "torch_over_mesh", [[*program, "--part=link"]])
         return report
 
 

@@ -7,11 +7,12 @@ import shutil
 import subprocess
 from typing import Dict, List, Optional, Tuple
 
-from programs import TIMEOUT_S, PythonPackage
+from programs import TIMEOUT_S, PythonPackage, Report, parse
 
 HUB = "hsdp-hub"
 ENDS = ("hsdp-a", "hsdp-b", "hsdp-c", "hsdp-d")
 PORT = 29577
+MBIT_OF_TORCH, RANKS_OF_TORCH = 1000, 2
 
 
 def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess:
@@ -125,3 +126,13 @@ class TorchOverLink:
     def missing(self) -> Optional[str]:
         reason = why_not_shaped()
         return f"no link can be shaped: {reason}" if reason else self._package.missing()
+
+    @staticmethod
+    def run_over_link(report: Report, program: str, commands: List[List[str]]) -> None:
+        """Adds what the commands of a program print, each run by two pinned ranks."""
+        with ShapedLink() as link:
+            link.shape(MBIT_OF_TORCH)
+            for command in commands:
+                output, error = run_ranks(link, pinned(command, RANKS_OF_TORCH))
+                report.values.update(parse(output, "torch").values)
+                report.error = f"{program}: {error}" if error else report.error

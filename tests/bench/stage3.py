@@ -10,11 +10,10 @@ Usage: stage3.py --build build/bench [--rounds N]
 import sys
 from typing import Dict
 
-from programs import Report, markdown_table, parse, run_part, run_torch, tool
-from shaped_link import ShapedLink, TorchOverLink, pinned, run_ranks
+from programs import Report, markdown_table, run_part, run_torch, tool
+from shaped_link import TorchOverLink
 
-MBIT = 1000
-RANKS, RANKS_ON_LINK = 4, 2
+RANKS = 4
 LEAST_ROUNDS = 9
 MESHES = {"1x4": 1, "2x2": 2}  # and the number of replicas
 OVER_LINK = {
@@ -42,13 +41,8 @@ class Stage3(TorchOverLink):
             if not run_torch("torch_stage3", command, report):
                 return report
         program = self._package.command("torch_stage3.py", {"GLOO_SOCKET_IFNAME": "uplink"})
-        with ShapedLink() as link:
-            link.shape(MBIT)
-            for part, sizes in OVER_LINK.items():
-                command = [*program, asked, f"--part={part}", *sizes]
-                output, error = run_ranks(link, pinned(command, RANKS_ON_LINK))
-                report.values.update(parse(output, "torch").values)
-                report.error = f"torch_stage3: {error}" if error else report.error
+        self.run_over_link(report, "torch_stage3", [
+            [*program, asked, f"--part={part}", *sizes] for part, sizes in OVER_LINK.items()])
         return report
 
 

@@ -187,7 +187,7 @@ class OverLink(unittest.TestCase):
             ran.extend(commands)
             return "value torch_gather_f32_1_256k_ratio 0.9\n", "slow link: status 1"
 
-        with unittest.mock.patch.multiple(gather_over_link, run_ranks=run_ranks,
+        with unittest.mock.patch.multiple(shaped_link, run_ranks=run_ranks,
                                           ShapedLink=unittest.mock.MagicMock()):
             report = gather_over_link.GatherOverLink(pathlib.Path("release")).measure(1)
         self.assertEqual(2, len(ran))

@@ -544,7 +544,7 @@ Event UnitGather::end(const Event& updated) {
 
 Event UnitGather::begin_update(const Event& updated) {
   parts_->updated = updated;
-  const Event last = parts_->rounds_until(kUpdate, true);
+  Event last = parts_->rounds_until(kUpdate, true);
   parts_->before_update(last);
   return last;
 }

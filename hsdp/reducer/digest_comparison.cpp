@@ -74,7 +74,7 @@ std::optional<DigestDifference> find_difference(Communicator& group, const Commu
   const auto& most = *std::ranges::max_element(place->said, {}, &comm::Agreement::Said::count);
   const auto equally_many =
       std::ranges::count(place->said, most.count, &comm::Agreement::Said::count);
-  const std::vector<int> ranks = world.world_ranks();
+  const std::vector<int>& ranks = world.world_ranks();
   for (const comm::Agreement::Said& said : place->said) {
     if (equally_many == 1 && &said == &most) continue;
     found.text += (found.text.empty() ? "other bits on " : ", others on ");

@@ -23,10 +23,6 @@ using nlohmann::ordered_json;
 
 constexpr std::string_view kLineEnd = " .";  // of a line that was not torn
 
-std::filesystem::path digest_path(const std::filesystem::path& folder, int rank) {
-  return folder / ("digests_" + std::to_string(rank) + ".txt");
-}
-
 [[noreturn]] void refuse(const std::filesystem::path& path, const std::string& what) {
   throw SnapshotError("digests: " + path.string() + ": " + what);
 }
@@ -139,17 +135,23 @@ void DigestWriter::append(std::int64_t step, std::span<const std::uint64_t> dige
   write_whole(fd_.get(), line, path_);
 }
 
+std::filesystem::path digest_path(const std::filesystem::path& folder, int rank) {
+  return folder / ("digests_" + std::to_string(rank) + ".txt");
+}
+
 DigestLog read_digests(const std::filesystem::path& folder, int rank,
-                       std::optional<int> rank_count) {
+                       const std::optional<DigestHeader>& first) {
   const std::filesystem::path path = digest_path(folder, rank);
   std::ifstream file(path);
   std::string line;
   if (!std::getline(file, line)) refuse(path, "expected digests of that rank, got none");
   DigestLog log{header_of(line, path), {}};
-  const int size = log.header.replicate_size * log.header.shard_size;
-  if (log.header.rank != rank || rank >= size || size != rank_count.value_or(size)) {
-    refuse(path, "expected rank " + std::to_string(rank) + " of " +
-                     std::to_string(rank_count.value_or(size)) + ", got another run's");
+  const DigestHeader& run = first ? *first : log.header;
+  if (log.header.rank != rank || rank >= run.replicate_size * run.shard_size ||
+      log.header.replicate_size != run.replicate_size || log.header.shard_size != run.shard_size) {
+    refuse(path, "expected rank " + std::to_string(rank) + " of a " +
+                     std::to_string(run.replicate_size) + "x" + std::to_string(run.shard_size) +
+                     " mesh, got another run's");
   }
   while (std::getline(file, line)) read_line(line, log);
   return log;

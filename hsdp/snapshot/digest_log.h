@@ -1,8 +1,8 @@
 // Digests of a run's results, a line a step, so that two runs can be compared step by step without
 // their gradients. docs/hsdp_check.md has the format: one text file a rank, `digests_<rank>.txt`.
 //
-// A line is written by one call of the system, so whoever is killed leaves whole lines and at most
-// a torn last one, which readers leave out. Errors are SnapshotErrors that name the file.
+// A line is written by one call of the system, so a killed rank leaves whole lines and at most a
+// torn last one, which readers leave out. Errors are SnapshotErrors that name the file.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,8 @@ struct DigestHeader {
 
 class DigestWriter {
  public:
-  // Continues a file of the same header, and refuses any other, and one that somebody writes.
+  // Continues a file of the same header, and refuses any other, and one that another writer has
+  // open.
   DigestWriter(std::filesystem::path folder, const DigestHeader& header);
   [[nodiscard]] const std::filesystem::path& folder() const { return folder_; }
   // In the order of the parts. Where it throws, the file is as it was before.
@@ -53,8 +54,9 @@ struct DigestLog {
   // Of a run that went back to an earlier step, those before it and those after that.
   std::map<std::int64_t, std::vector<std::uint64_t>> steps;
 };
-// Of one rank of a run of that many, where that is known.
+[[nodiscard]] std::filesystem::path digest_path(const std::filesystem::path& folder, int rank);
+// `first`: the header of another rank of the run, whose mesh must have the same shape.
 [[nodiscard]] DigestLog read_digests(const std::filesystem::path& folder, int rank,
-                                     std::optional<int> rank_count = {});
+                                     const std::optional<DigestHeader>& first = {});
 
 }  // namespace hsdp

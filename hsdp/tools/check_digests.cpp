@@ -32,19 +32,34 @@ void require_alike(const DigestHeader& one, const DigestHeader& other) {
                        .remedy = "compare snapshots, which may be cut in any way"});
 }
 
+[[noreturn]] void refuse_changed(const std::filesystem::path& path, std::int64_t step) {
+  throw SnapshotError({.where = "digests: " + path.string(),
+                       .expected = "step " + std::to_string(step) + " as it was read before",
+                       .got = "another, as the files change while they are read",
+                       .remedy = "compare again once no run writes there"});
+}
+
+// Reads the files again, which a run may have written meanwhile.
 std::vector<DigestComparison::Difference> differences(const std::filesystem::path& a,
                                                       const std::filesystem::path& b,
-                                                      std::int64_t step, int rank_count) {
+                                                      std::int64_t step,
+                                                      const DigestHeader& first) {
   std::map<std::size_t, DigestComparison::Difference> found;  // by place among the parameters
-  for (int rank = 0; rank < rank_count; ++rank) {
-    const DigestLog one = read_digests(a, rank, rank_count);
-    const std::vector<std::uint64_t> other = read_digests(b, rank, rank_count).steps.at(step);
-    for (std::size_t p = 0; p < other.size(); ++p) {
-      if (one.steps.at(step).at(p) == other[p]) continue;
+  for (int rank = 0; rank < first.replicate_size * first.shard_size; ++rank) {
+    const DigestLog one = read_digests(a, rank, first);
+    const DigestLog other = read_digests(b, rank, first);
+    require_alike(one.header, other.header);
+    const auto here = one.steps.find(step);
+    if (here == one.steps.end()) refuse_changed(digest_path(a, rank), step);
+    const auto there = other.steps.find(step);
+    if (there == other.steps.end()) refuse_changed(digest_path(b, rank), step);
+    for (std::size_t p = 0; p < here->second.size(); ++p) {
+      if (here->second[p] == there->second[p]) continue;
       found[p].parameter = one.header.parts[p].name;
       found[p].ranks.push_back(rank);
     }
   }
+  if (found.empty()) refuse_changed(b, step);
   std::vector<DigestComparison::Difference> all;
   for (auto& [place, one] : found) all.push_back(std::move(one));
   return all;
@@ -58,13 +73,15 @@ std::string steps_text(std::int64_t count) {
 
 DigestComparison compare_digests(const std::filesystem::path& a, const std::filesystem::path& b) {
   std::map<std::int64_t, bool> steps;  // that all ranks so far have, and whether one differs
-  std::optional<int> rank_count;
-  for (int rank = 0; rank < rank_count.value_or(1); ++rank) {
-    const DigestLog one = read_digests(a, rank, rank_count);
-    const DigestLog other = read_digests(b, rank);
+  std::optional<DigestHeader> first;
+  int rank_count = 1;
+  for (int rank = 0; rank < rank_count; ++rank) {
+    const DigestLog one = read_digests(a, rank, first);
+    const DigestLog other = read_digests(b, rank, first);
     require_alike(one.header, other.header);
-    if (!rank_count) {
-      rank_count = one.header.replicate_size * one.header.shard_size;
+    if (!first) {
+      first = one.header;
+      rank_count = first->replicate_size * first->shard_size;
       for (const auto& [step, digests] : one.steps) steps[step] = false;
     }
     for (auto step = steps.begin(); step != steps.end();) {
@@ -82,20 +99,20 @@ DigestComparison compare_digests(const std::filesystem::path& a, const std::file
     throw SnapshotError(
         {.where = "digests", .expected = "steps that all ranks of both runs have", .got = "none"});
   }
-  DigestComparison comparison{.rank_count = *rank_count, .step_count = std::ssize(steps)};
+  DigestComparison comparison{.rank_count = rank_count, .step_count = std::ssize(steps)};
   for (const auto& [step, differs] : steps) {
     if (differs && comparison.different_count++ == 0) comparison.first_step = step;
     if (comparison.different_count == 0) ++comparison.same_until;
   }
   if (comparison.different_count > 0) {
-    comparison.first = differences(a, b, comparison.first_step, comparison.rank_count);
+    comparison.first = differences(a, b, comparison.first_step, *first);
   }
   return comparison;
 }
 
 std::string to_text(const DigestComparison& comparison) {
   constexpr std::size_t kShown = 10;
-  if (comparison.first.empty()) return "same: " + steps_text(comparison.step_count) + "\n";
+  if (comparison.different_count == 0) return "same: " + steps_text(comparison.step_count) + "\n";
   std::string text = "step " + std::to_string(comparison.first_step) +
                      " is the first that differs, after " + steps_text(comparison.same_until) +
                      " with equal bits:\n";
@@ -114,10 +131,10 @@ std::string to_text(const DigestComparison& comparison) {
 }
 
 nlohmann::ordered_json to_json(const DigestComparison& comparison) {
-  nlohmann::ordered_json json{{"verdict", comparison.first.empty() ? "same" : "different"},
+  nlohmann::ordered_json json{{"verdict", comparison.different_count == 0 ? "same" : "different"},
                               {"steps", comparison.step_count},
                               {"different_steps", comparison.different_count}};
-  if (!comparison.first.empty()) {
+  if (comparison.different_count > 0) {
     nlohmann::ordered_json parameters = nlohmann::ordered_json::array();
     for (const auto& one : comparison.first) {
       parameters.push_back({{"name", one.parameter}, {"ranks", one.ranks}});

@@ -23,8 +23,9 @@ struct DigestComparison {
   std::vector<Difference> first{};
 };
 
-// Of the runs that wrote into these folders. Holds one rank's digests of each at a time. Throws
-// SnapshotError where the runs have other meshes or parameters, or no step in common.
+// Compares the runs that wrote into these folders. Holds one rank's digests of each at a time.
+// Throws SnapshotError if the runs have different meshes or parameters, or no step in common, or if
+// a run writes the first step that differs again meanwhile.
 [[nodiscard]] DigestComparison compare_digests(const std::filesystem::path& a,
                                                const std::filesystem::path& b);
 

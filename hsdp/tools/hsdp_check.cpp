@@ -109,7 +109,7 @@ ExitStatus validate(const CheckOptions& options, const Snapshot& a) {
 ExitStatus compare_runs(const CheckOptions& options) {
   const DigestComparison comparison = compare_digests(options.a, *options.b);
   print(options.json ? dump(to_json(comparison), 2) + "\n" : to_text(comparison));
-  return comparison.first.empty() ? ExitStatus::kSame : ExitStatus::kDifferent;
+  return comparison.different_count == 0 ? ExitStatus::kSame : ExitStatus::kDifferent;
 }
 
 ExitStatus check(int argc, const char* const* argv) {

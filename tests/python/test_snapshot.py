@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,6 +173,55 @@ def test_digests_of_many_ranks_take_the_memory_of_one(tmp_path: pathlib.Path) ->
     command = [program("hsdp_check"), "--digest", tmp_path / "one", tmp_path / "other"]
     result = subprocess.run([*within_48_mib, *command], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (0, "same: 2,000 steps\n"), result.stderr
+
+
+def write_run(folder: pathlib.Path, replicate: int, text: str = "") -> None:
+    """Of four ranks with one parameter, and `text` after each rank's header."""
+    folder.mkdir()
+    for rank in range(4):
+        header = {"hsdp_digests": 1, "reducer": "r", "rank": rank, "replicate": replicate,
+                  "shard": 4 // replicate, "slices": [["w", 0, 1]]}
+        (folder / f"digests_{rank}.txt").write_text(json.dumps(header) + "\n" + text)
+
+
+def test_a_run_made_of_two_is_refused(tmp_path: pathlib.Path) -> None:
+    """Also where both folders are alike."""
+    for name, replicate in {"square": 2, "flat": 1, "one": 2, "other": 2}.items():
+        write_run(tmp_path / name, replicate, "0 7 .\n")
+    for name in ("one", "other"):
+        shutil.copy(tmp_path / "flat" / "digests_2.txt", tmp_path / name)
+    for a, b, wrong in (("one", "other", "one"), ("one", "square", "one"), ("square", "other", "other")):
+        status, text = said("--digest", tmp_path / a, tmp_path / b)
+        assert status == 2
+        expected = f"{tmp_path / wrong}/digests_2.txt: expected rank 2 of a 2x2 mesh, got another run's"
+        assert expected in text
+
+
+@pytest.mark.parametrize("later", ["0 7 .\n1 7 .\n", "0 7 .\n"])
+def test_files_that_change_while_they_are_read_leave_no_verdict(
+    tmp_path: pathlib.Path, later: str
+) -> None:
+    """The second reading, which tells where step 1 differs, finds it the same, or gone."""
+    for name, text in {"one": "0 7 .\n1 7 .\n", "other": "0 7 .\n1 8 .\n"}.items():
+        write_run(tmp_path / name, 2, text)
+    paths = [tmp_path / "other" / f"digests_{rank}.txt" for rank in range(4)]
+    texts = [path.read_text() for path in paths]
+    for path in paths:
+        path.unlink()
+        os.mkfifo(path)
+
+    def feed() -> None:
+        for _ in range(2):
+            for path, text in zip(paths, texts, strict=True):
+                path.write_text(text)
+            for rank in range(4):
+                texts[rank] = texts[rank].splitlines()[0] + "\n" + later
+
+    threading.Thread(target=feed, daemon=True).start()
+    status, text = said("--digest", tmp_path / "one", tmp_path / "other")
+    assert status == 2
+    path = paths[0] if later == "0 7 .\n" else tmp_path / "other"
+    assert f"digests: {path}: expected step 1 as it was read before, got another, as the files" in text
 
 
 def test_a_folder_has_the_digests_of_one_run(tmp_path: pathlib.Path) -> None:

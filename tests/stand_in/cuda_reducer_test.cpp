@@ -322,8 +322,8 @@ TEST(CudaReducer, WritesTheDigestsOfTheHost) {
     reducer.save_digest(folder / "host", 7);
   });
   for (int r = 0; r < 4; ++r) {
-    const DigestLog gpu = read_digests(folder / "gpu", r, 4);
-    const DigestLog host = read_digests(folder / "host", r, 4);
+    const DigestLog gpu = read_digests(folder / "gpu", r);
+    const DigestLog host = read_digests(folder / "host", r);
     EXPECT_EQ(gpu.header, host.header);
     EXPECT_EQ(gpu.steps, host.steps);
     EXPECT_EQ(gpu.steps.at(7).size(), step.parameters.size());

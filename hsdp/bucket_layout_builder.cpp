@@ -176,6 +176,7 @@ class BucketLayout::Builder {
   void close_whole(Open& open) {
     const Bucket join = std::exchange(open.bucket, {});
     const std::vector<std::int64_t> begins = windows_of(open.rows, join.wire_dtype);
+    require_room(std::ssize(begins));
     std::ranges::fill(open.rows, 0);
     std::vector<Bucket>& buckets = layout_.buckets_;
     const auto first = static_cast<int>(buckets.size());

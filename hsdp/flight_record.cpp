@@ -50,7 +50,7 @@ ordered_json to_json(const FlightOrigin& origin, std::string_view reason) {
   const std::chrono::duration<double> wall = std::chrono::system_clock::now().time_since_epoch();
   ordered_json json{{"format", kFlightFormat},
                     {"version", kFlightVersion},
-                    {"job", contents.job},
+                    {"job", std::stoll(contents.job)},
                     {"rank", control.rank()},
                     {"size", control.size()},
                     {"host", host_name()},

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstdint>
 #include <iterator>
+#include <map>
+#include <mutex>
 #include <set>
 #include <sstream>
 #include <string_view>
@@ -12,6 +14,7 @@
 
 #include "hsdp/comm/control.h"
 #include "hsdp/comm/engine.h"
+#include "hsdp/comm/fork_guard.h"
 #include "hsdp/comm/operation_record.h"
 #include "hsdp/comm/rendezvous/launch_environment.h"
 #include "hsdp/comm/timeout_range.h"
@@ -135,12 +138,23 @@ std::vector<int> order_in(const std::string& description) {
   return {std::istream_iterator<int>(text), {}};
 }
 
-// Rank 0 names the job, by its clock when the first mesh is made; the others say nothing.
+// When this process made its first mesh, by its clock. A forked child begins another job.
+std::string begin_text() {
+  static std::mutex mutex;
+  static std::map<std::uint32_t, std::string> begins;  // by fork generation
+  const std::scoped_lock lock(mutex);
+  std::string& begin = begins[comm::fork_generation()];
+  if (begin.empty()) {
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    begin = std::to_string(std::chrono::nanoseconds(now).count());
+  }
+  return begin;
+}
+
+// Rank 0 names the job; the others say nothing.
 std::string own_name(const Communicator& job) {
   if (job.rank() != 0) return {};
-  const auto now = std::chrono::system_clock::now().time_since_epoch();
-  return job.engine()->control().operations()->name_job(
-      std::to_string(std::chrono::nanoseconds(now).count()));
+  return job.engine()->control().operations()->name_job(begin_text());
 }
 
 void take_name(const Communicator& job, std::vector<std::string>& texts) {

@@ -15,7 +15,7 @@
 namespace hsdp {
 
 constexpr std::string_view kFlightFormat = "hsdp flight record";
-constexpr int kFlightVersion = 1;
+constexpr int kFlightVersion = 2;
 
 struct FlightOrigin {
   Communicator world;

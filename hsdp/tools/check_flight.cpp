@@ -86,8 +86,9 @@ std::map<Place, Stuck> find_stuck(const Files& files) {
 
 class Report {
  public:
-  explicit Report(const std::filesystem::path& folder)
-      : files_(flight::read_folder(folder)),
+  explicit Report(const std::filesystem::path& folder) : Report(flight::read_folder(folder)) {}
+  explicit Report(flight::Folder folder)
+      : files_(std::move(folder.files)),
         size_(files_.begin()->second.size),
         stuck_(find_stuck(files_)) {
     std::set<int> expected;  // ranks of other meshes may have nothing to record
@@ -97,7 +98,10 @@ class Report {
     for (const int rank : expected) {
       if (!files_.contains(rank)) missing_.insert(rank);
     }
-    text_ << "flight records of " << files_.size() << " of " << size_ << " ranks\n";
+    text_ << "flight records of " << files_.size() << " of " << size_
+          << " ranks of the job that began at " << flight::time_text(files_.begin()->second.job)
+          << "\n";
+    add_earlier(folder.earlier);
     if (!missing_.empty()) text_ << ranks(missing_) << " left no record\n";
     add_errors();
     add_stuck();
@@ -113,6 +117,15 @@ class Report {
 
   [[nodiscard]] std::string ranks(const std::set<int>& some) const {
     return comm::ranks_text({some.begin(), some.end()}, size_);
+  }
+
+  void add_earlier(const std::vector<RankFile>& earlier) {
+    std::map<std::pair<std::int64_t, int>, std::vector<int>> jobs;  // by begin and size
+    for (const RankFile& file : earlier) jobs[{file.job, file.size}].push_back(file.rank);
+    for (const auto& [job, some] : jobs) {
+      text_ << comm::ranks_text(some, job.second) << " left only a record of an earlier job, of "
+            << flight::time_text(job.first) << "\n";
+    }
   }
 
   void add_errors() {

@@ -11,8 +11,8 @@ struct FlightFindings {
   bool is_complete = false;  // every rank left a record, and none waited for another
 };
 
-// Reads the files rank_N.json of `folder`. Throws Error for one that is none, and where there are
-// none or those of several jobs.
+// Reads the files rank_N.json of `folder` that the newest job left. Throws Error for one that is
+// none, and where there are none.
 [[nodiscard]] FlightFindings read_flight(const std::filesystem::path& folder);
 
 }  // namespace hsdp

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <ctime>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <system_error>
+#include <utility>
 
 #include "hsdp/comm/control/world_end.h"
 #include "hsdp/error.h"
@@ -31,7 +33,7 @@ Place place_of(const Json& one, const std::map<int, Source>& sources) {
 
 RankFile read(const Json& record) {
   RankFile file;
-  file.job = std::stoll(record.at("job").get<std::string>());
+  file.job = record.at("job").get<std::int64_t>();
   file.rank = record.at("rank");
   file.size = record.at("size");
   file.host = record.at("host");
@@ -96,31 +98,20 @@ bool is_record_name(const std::string& name) {
   return name.starts_with("rank_") && name.ends_with(".json");
 }
 
+}  // namespace
+
 std::string time_text(std::int64_t job) {
-  const std::time_t seconds = job / 1'000'000'000;
+  constexpr std::int64_t kSecond = 1'000'000'000;
+  const std::time_t seconds = job / kSecond;
   std::tm utc{};
   ::gmtime_r(&seconds, &utc);
   std::array<char, 32> text{};
-  std::strftime(text.data(), text.size(), "%FT%TZ", &utc);
-  return text.data();
+  std::strftime(text.data(), text.size(), "%FT%T", &utc);
+  std::array<char, 8> milliseconds{};
+  std::snprintf(milliseconds.data(), milliseconds.size(), ".%03dZ",
+                static_cast<int>(job % kSecond / 1'000'000));
+  return std::string(text.data()) + milliseconds.data();
 }
-
-void require_one_job(const std::filesystem::path& folder, const Files& files) {
-  std::map<std::pair<std::int64_t, int>, std::vector<int>> jobs;  // by begin and size
-  for (const auto& [rank, file] : files) jobs[{file.job, file.size}].push_back(rank);
-  if (jobs.size() == 1) return;
-  std::string text;
-  for (const auto& [job, ranks] : jobs) {
-    text += (text.empty() ? "" : ", and ") + time_text(job.first) + " (" +
-            comm::ranks_text(ranks, job.second) + ")";
-  }
-  throw Error({.where = "flight record: " + folder.string(),
-               .expected = "the records of one job",
-               .got = "those of jobs that began at " + text,
-               .remedy = "take out those of the older ones, and give each job a folder"});
-}
-
-}  // namespace
 
 std::optional<Partners> partners_of(const std::string& kind) {
   if (kind == "shard_hop" || kind == "gather") return Partners::kShardGroup;
@@ -141,7 +132,7 @@ std::vector<int> Source::partners(int rank, Partners whom) const {
   return found;
 }
 
-Files read_folder(const std::filesystem::path& folder) {
+Folder read_folder(const std::filesystem::path& folder) {
   Files files;
   std::error_code error;
   for (std::filesystem::directory_iterator i(folder, error), end; !error && i != end;
@@ -156,11 +147,20 @@ Files read_folder(const std::filesystem::path& folder) {
                  .got = error ? error.message() : "none",
                  .remedy = "start the job with HSDP_FLIGHT_DIR"});
   }
-  require_one_job(folder, files);
+  const RankFile& newest = std::ranges::max_element(files, {}, [](const auto& one) {
+                             return std::pair(one.second.job, one.second.written_s);
+                           })->second;
+  const auto [job, size] = std::pair(newest.job, newest.size);
+  std::vector<RankFile> earlier;
+  std::erase_if(files, [&](auto& one) {
+    const bool is_earlier = one.second.job != job || one.second.size != size;
+    if (is_earlier) earlier.push_back(std::move(one.second));
+    return is_earlier;
+  });
   for (auto& [rank, file] : files) {
     for (const Operation& one : file.operations) file.by_place.emplace(one.place, &one);
   }
-  return files;
+  return {std::move(files), std::move(earlier)};
 }
 
 }  // namespace hsdp::flight

@@ -62,8 +62,13 @@ struct RankFile {
 
 using Files = std::map<int, RankFile>;  // by rank
 
-// Throws Error for a file rank_N.json that is none, and where there are none or those of several
-// jobs.
-[[nodiscard]] Files read_folder(const std::filesystem::path& folder);
+[[nodiscard]] std::string time_text(std::int64_t job);
+
+struct Folder {
+  Files files;                    // of the newest job
+  std::vector<RankFile> earlier;  // what other jobs have left, by rank
+};
+// Throws Error for a file rank_N.json that is none, and where there are none.
+[[nodiscard]] Folder read_folder(const std::filesystem::path& folder);
 
 }  // namespace hsdp::flight

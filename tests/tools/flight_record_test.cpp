@@ -122,7 +122,8 @@ TEST_F(FlightRecord, NamesTheRankThatDoesNotComeToItsMicrobatch) {
   EXPECT_EQ(last_of(record(3), "shard_hop").at("step"), 1);
   const CommandOutcome findings = check();
   EXPECT_EQ(findings.status, 1);
-  EXPECT_THAT(findings.output, HasSubstr("flight records of 4 of 4 ranks\n"));
+  EXPECT_THAT(findings.output,
+              HasSubstr("flight records of 4 of 4 ranks of the job that began at "));
   EXPECT_THAT(findings.output, HasSubstr("the others waited for rank 3 of 4\n"));
   EXPECT_THAT(findings.output,
               HasSubstr("shard_hop of bucket 0, step 2, microbatch 0 (reducer 'net')"
@@ -147,9 +148,9 @@ TEST_F(FlightRecord, NamesARankThatWasKilledAndLeftNone) {
   EXPECT_FALSE(has_record(1));
   const CommandOutcome findings = check();
   EXPECT_EQ(findings.status, 1);
-  EXPECT_THAT(findings.output,
-              AllOf(HasSubstr("flight records of 3 of 4 ranks\nrank 1 of 4 left no record\n"),
-                    HasSubstr("the others waited for rank 1 of 4\n")));
+  EXPECT_THAT(findings.output, AllOf(HasSubstr("flight records of 3 of 4 ranks "),
+                                     HasSubstr("\nrank 1 of 4 left no record\n"),
+                                     HasSubstr("the others waited for rank 1 of 4\n")));
 }
 
 TEST_F(FlightRecord, NamesARankThatWasStopped) {
@@ -161,7 +162,7 @@ TEST_F(FlightRecord, NamesARankThatWasStopped) {
                                     HasSubstr("the others waited for rank 1 of 2\n")));
   ranks.signal(1, SIGCONT);
   EXPECT_EQ(ranks.finish()[1].exit_code, kEnded);
-  EXPECT_THAT(check().output, HasSubstr("flight records of 2 of 2 ranks\n"));
+  EXPECT_THAT(check().output, HasSubstr("flight records of 2 of 2 ranks of the job "));
 }
 
 // The job has not ended: the signal asks a running job for its record.
@@ -306,8 +307,8 @@ json hand_written(int rank, double wall_s, const std::vector<int>& ranks, int wo
                   const std::string& last_state = "done", const std::string& error = "") {
   json one{
       {"format", "hsdp flight record"},
-      {"version", 1},
-      {"job", "1700000000000000000"},
+      {"version", 2},
+      {"job", 1700000000123000000},
       {"rank", rank},
       {"size", 4},
       {"host", "here"},
@@ -401,15 +402,15 @@ TEST_F(FlightRecord, OfARankThatDiesWhileItWritesIsWholeOrNotThere) {
     EXPECT_EQ(record(0).at("rank"), 0);
     const CommandOutcome findings = check();  // a temporary file beside it is ignored
     EXPECT_EQ(findings.status, 0) << findings.output;
-    EXPECT_THAT(findings.output, HasSubstr("flight records of 1 of 1 ranks\n"));
+    EXPECT_THAT(findings.output, HasSubstr("flight records of 1 of 1 ranks of the job "));
   }
 }
 
 json empty_record(int rank, int size) {
   return {
       {"format", "hsdp flight record"},
-      {"version", 1},
-      {"job", "1700000000000000000"},
+      {"version", 2},
+      {"job", 1700000000123000000},
       {"rank", rank},
       {"size", size},
       {"host", "node"},
@@ -441,8 +442,8 @@ TEST_F(FlightRecord, RefusesWhatIsNone) {
   refuses("[1]", "JSON of another kind");
   refuses(R"({"format": "torch"})", "JSON of another kind");
   json other = whole;
-  other["version"] = 2;
-  refuses(other.dump(), "version 2, which this hsdp_check does not know");
+  other["version"] = 1;  // of an earlier build
+  refuses(other.dump(), "version 1, which this hsdp_check does not know");
   other = whole;
   other.erase("operations");
   refuses(other.dump(), "one that lacks something (");
@@ -456,29 +457,36 @@ TEST_F(FlightRecord, RefusesWhatIsNone) {
   refuses(other.dump(), "one that lacks something (");
 }
 
-// Of other sizes, or begun at other times.
-TEST_F(FlightRecord, RefusesThoseOfSeveralJobs) {
+// Ranks that wrote a record in an earlier job only count as without one.
+TEST_F(FlightRecord, ReadsTheNewestJob) {
   json older = empty_record(1, 4);
-  older["job"] = "1600000000000000000";
+  older["job"] = 1600000000000000000;
+  older["error"] = "of the earlier job";
   write("rank_0.json", empty_record(0, 4).dump());
   write("rank_1.json", older.dump());
   write("rank_2.json", empty_record(2, 4).dump());
-  EXPECT_THAT(check().output,
-              HasSubstr("expected the records of one job, got those of jobs that began at "
-                        "2020-09-13T12:26:40Z (rank 1 of 4), and 2023-11-14T22:13:20Z "
-                        "(ranks 0, 2 of 4); take out those of the older ones, and give each job a "
-                        "folder"));
-  EXPECT_EQ(check().status, 2);
-  write("rank_1.json", empty_record(1, 3).dump());
-  EXPECT_THAT(check().output,
-              HasSubstr("Z (rank 1 of 3), and 2023-11-14T22:13:20Z (ranks 0, 2 of 4)"));
+  const CommandOutcome findings = check();
+  EXPECT_EQ(findings.status, 1);
+  EXPECT_THAT(findings.output,
+              testing::StartsWith(
+                  "flight records of 2 of 4 ranks of the job that began at "
+                  "2023-11-14T22:13:20.123Z\n"
+                  "rank 1 of 4 left only a record of an earlier job, of 2020-09-13T12:26:40.000Z\n"
+                  "ranks 1, 3 of 4 left no record\n"));
+  EXPECT_THAT(findings.output, testing::Not(HasSubstr("of the earlier job\n")));
 }
 
-// Through all its meshes, of all or some ranks; the next job has another.
+// Through all its meshes, of all or some ranks, and through all its worlds; the next job has
+// another name.
 TEST_F(FlightRecord, NamesItsJob) {
-  std::vector<std::string> jobs;
+  std::vector<std::int64_t> jobs;
   for (int run = 0; run < 2; ++run) {
     const auto outcomes = run_processes(4, {}, [&](int rank) {
+      {
+        Mesh closed = mesh_of(kSquare);
+        write_flight_record(closed, folder_ / "closed");
+        closed.close();
+      }
       const Mesh first = mesh_of(kSquare);
       write_flight_record(first, folder_ / "first");
       const int row = rank / 2;
@@ -489,15 +497,15 @@ TEST_F(FlightRecord, NamesItsJob) {
     });
     for (const RankOutcome& outcome : outcomes) ASSERT_TRUE(outcome.ok()) << outcome.error;
     for (int rank = 0; rank < 4; ++rank) {
-      for (const char* const folder : {"first", "half"}) {
+      for (const char* const folder : {"closed", "first", "half"}) {
         std::ifstream file(folder_ / folder / ("rank_" + std::to_string(rank) + ".json"));
         jobs.push_back(json::parse(file).at("job"));
       }
     }
   }
-  EXPECT_THAT(std::vector(jobs.begin(), jobs.begin() + 8), testing::Each(jobs.front()));
-  EXPECT_THAT(std::vector(jobs.begin() + 8, jobs.end()), testing::Each(jobs.back()));
-  EXPECT_LT(std::stoll(jobs.front()), std::stoll(jobs.back()));
+  EXPECT_THAT(std::vector(jobs.begin(), jobs.begin() + 12), testing::Each(jobs.front()));
+  EXPECT_THAT(std::vector(jobs.begin() + 12, jobs.end()), testing::Each(jobs.back()));
+  EXPECT_LT(jobs.front(), jobs.back());
 }
 
 TEST_F(FlightRecord, RefusesAFolderWithoutOne) {
@@ -525,7 +533,7 @@ TEST_F(FlightRecord, FollowsTheChainOfWaitsToItsEnd) {
   const CommandOutcome findings = check();
   EXPECT_EQ(findings.status, 1);
   EXPECT_EQ(findings.output,
-            "flight records of 4 of 4 ranks\n"
+            "flight records of 4 of 4 ranks of the job that began at 2023-11-14T22:13:20.123Z\n"
             "shard_hop, step 5 (reducer): rank 2 of 4 waited in it for 9.00 s\n"
             "    had not come: rank 3 of 4\n"
             "replica_hop, step 5 (reducer): ranks 0, 1 of 4 waited in it for 8.00 s\n"

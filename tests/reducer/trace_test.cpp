@@ -4,7 +4,10 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <csignal>
+#include <exception>
+#include <future>
 #include <mutex>
 #include <thread>
 
@@ -420,11 +423,14 @@ TEST_F(Traced, ThatARankLeavesIsWrittenByNone) {
   }
 }
 
-// It goes on with the others' steps, whether they are in one when it leaves, or come to it later.
+// The rank takes the others' next step with them, whether they are in it when the rank leaves or
+// begin it later.
 TEST_F(Traced, ThatARankLeavesLosesNoStep) {
+  struct Left : std::exception {};
+  constexpr std::chrono::seconds kLimit{60};
   for (const bool is_early : {true, false}) {
-    std::atomic<bool> has_left{false};
-    std::atomic<bool> is_within{false};
+    std::promise<void> has_left;
+    std::promise<void> is_within;
     const StepCase step = traced_step(kTwo);
     std::vector<RankResult> results(2);
     expect_result(kTwo, step, {}, [&](Reducer& reducer, const Mesh& mesh) {
@@ -433,19 +439,21 @@ TEST_F(Traced, ThatARankLeavesLosesNoStep) {
       const auto block = [&] {
         Trace trace(reducer, path());
         if (mesh.rank() == 1) {
-          if (!is_early) is_within.wait(false);
-          throw std::runtime_error("mine");
+          if (!is_early) {
+            EXPECT_EQ(is_within.get_future().wait_for(kLimit), std::future_status::ready);
+          }
+          throw Left();
         }
-        if (is_early) has_left.wait(false);
-        is_within = true;
-        is_within.notify_all();
+        if (is_early) {
+          EXPECT_EQ(has_left.get_future().wait_for(kLimit), std::future_status::ready);
+        }
+        is_within.set_value();
         result = run_step(reducer, step, mesh.rank());
         trace.write();
       };
       if (mesh.rank() == 1) {
-        EXPECT_THROW(block(), std::runtime_error);
-        has_left = true;
-        has_left.notify_all();
+        EXPECT_THROW(block(), Left);
+        has_left.set_value();
         result = run_step(reducer, step, mesh.rank());
       } else {
         EXPECT_THAT(caught<StepAbortedError>(block), says(HasSubstr("on rank 1 of 2; no file")));
@@ -480,8 +488,9 @@ TEST_F(Traced, ThatARankLeavesIsAMismatchOfTheFirstStep) {
   EXPECT_THAT(files(), ElementsAre());
 }
 
-// Its exception ends its program or closes its mesh. The timeout is longer than the test may take.
-TEST_F(Traced, ThatARankLeavesForGoodIsALostRankOfTheirSteps) {
+// The rank's exception ends its program or closes its mesh. The others hear of it long before their
+// timeout, which is longer than the test may take.
+TEST_F(Traced, ARankThatLeavesAndClosesIsLostToTheOthersSteps) {
   for (const bool is_early : {true, false}) {
     ProcessRanks ranks(4, {}, [&](int rank) {
       const StepCase step = traced_step(kSquare);

@@ -93,7 +93,8 @@ class OperationRecord {
     std::map<int, OperationSource> sources;
     std::string job;
   };
-  // The name of this job, as opposed to others that leave files: the first one stays.
+  // Names this job, unless it has a name already, and returns the name. It tells the job's files
+  // from those of other jobs.
   std::string name_job(const std::string& name);
   // Leaves out what is being written just now.
   [[nodiscard]] Contents read() const;

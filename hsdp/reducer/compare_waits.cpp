@@ -105,8 +105,10 @@ class WaitSharing {
       : waits_(std::move(waits)), error_ns_(error_ns) {
     for (auto& [rank, some] : waits_) {
       std::ranges::sort(some, {}, &RankWait::from_ns);
-      std::int64_t latest_ns = std::numeric_limits<std::int64_t>::min();
-      for (RankWait& one : some) one.latest_ns = latest_ns = std::max(latest_ns, one.to_ns);
+      std::vector<std::int64_t>& ends_ns = latest_ns_[rank];
+      for (const RankWait& one : some) {
+        ends_ns.push_back(ends_ns.empty() ? one.to_ns : std::max(ends_ns.back(), one.to_ns));
+      }
     }
   }
 
@@ -126,7 +128,8 @@ class WaitSharing {
     const auto before = waits_.find(wait.awaited);
     if (before != waits_.end()) {
       const std::vector<RankWait>& theirs = before->second;
-      auto next = std::ranges::upper_bound(theirs, from_ns, {}, &RankWait::latest_ns);
+      const std::vector<std::int64_t>& ends_ns = latest_ns_.at(wait.awaited);
+      auto next = theirs.begin() + (std::ranges::upper_bound(ends_ns, from_ns) - ends_ns.begin());
       for (; next != theirs.end() && next->from_ns < wait.to_ns; ++next) {
         const RankWait& one = *next;
         const RankWait part{one.awaited, std::max(one.from_ns, from_ns),
@@ -146,6 +149,8 @@ class WaitSharing {
   }
 
   std::map<int, std::vector<RankWait>> waits_;
+  // Of each wait: when it and those before it have ended, the last of them.
+  std::map<int, std::vector<std::int64_t>> latest_ns_;
   std::int64_t error_ns_;
   WaitShares shares_;
 };

@@ -19,7 +19,6 @@ struct RankWait {
   int awaited = 0;  // or kUnknownRank
   std::int64_t from_ns = 0;
   std::int64_t to_ns = 0;
-  std::int64_t latest_ns = 0;  // of this one and those before it: share_waits() finds it
 };
 using WaitShares = std::map<std::pair<int, int>, std::int64_t>;  // by waiting and awaited rank
 

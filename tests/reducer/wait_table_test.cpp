@@ -264,20 +264,6 @@ TEST(WaitTable, SharesAsIfItLookedAtEveryWait) {
   }
 }
 
-// One after the other: half a minute and more if each looked at all that came before.
-TEST(WaitTable, SharesManyWaitsQuickly) {
-  constexpr std::int64_t kWaits = 300'000;
-  Waits waits;
-  for (std::int64_t i = 0; i < kWaits; ++i) {
-    waits[0].push_back({1, 10 * i, 10 * i + 8});
-    waits[1].push_back({2, 10 * i + 2, 10 * i + 5});
-  }
-  const double begin_s = Operations::now_s();
-  const WaitShares expected{{{0, 1}, 5 * kWaits}, {{0, 2}, 3 * kWaits}, {{1, 2}, 3 * kWaits}};
-  EXPECT_EQ(reducer::share_waits(waits, 1), expected);
-  EXPECT_LT(Operations::now_s() - begin_s, 10);
-}
-
 TEST(WaitTable, IsRefusedWithinAMicrobatch) {
   run_mesh({.replicate = 1, .shard = 1}, [](const Mesh& mesh) {
     const StepCase step = waited_step({.replicate = 1, .shard = 1});

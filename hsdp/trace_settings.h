@@ -1,4 +1,4 @@
-// What a Trace takes for granted, and its tests set.
+// What tests set of a Trace. Internal.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,9 @@
 namespace hsdp {
 
 struct TraceSettings {
-  std::function<double()> now_s = Operations::now_s;  // the clock of the record's times
-  std::size_t part_bytes = std::size_t{1} << 20U;     // a rank keeps no more as text
+  // A test that sets the clock writes the record itself.
+  std::function<double()> now_s = Operations::now_s;
+  std::size_t part_bytes = std::size_t{1} << 20U;  // text that a rank sends at once
 };
 
 [[nodiscard]] Trace begin_trace(Reducer& reducer, const std::filesystem::path& path,

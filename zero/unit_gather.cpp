@@ -148,7 +148,7 @@ struct UnitGather::Parts {
   std::vector<std::string> prepare(Reducer& reducer, std::vector<ParameterUnit> given);
   [[nodiscard]] std::int64_t message_bytes() const;
   void make_check(const Reducer& reducer, const std::string& key);
-  // Compares what was gathered since the last update. `last`: the last round.
+  // Compares what the last step has gathered. `last`: the last round.
   void before_update(const Event& last);
   Unit& at(int unit);
   // Gathers in a round of the record, or in one in which the ranks ask each other.
@@ -171,6 +171,8 @@ struct UnitGather::Parts {
   void follow(std::ptrdiff_t count);
   // Waits for the first round of this pass.
   void hear_opening();
+  // Gives the lane a round that may read slices of these units.
+  Event run(int first, int end, GatherLane::Task task);
 
   // Runs on the lane.
   Said round(int own, std::uint64_t wanted, std::span<const TensorView> arrays, Communicator& group,
@@ -192,7 +194,8 @@ struct UnitGather::Parts {
   MemoryCount::Held expected;                            // messages
   std::function<std::vector<Event>(int unit)> arrivals;  // may be empty
   std::optional<UnitCheck> check;                        // for verify_every
-  Event updated;  // the rounds that this thread gives come after it
+  std::optional<std::int64_t> compared;  // the step of the lane's round if it is compared
+  Event updated;                         // the rounds that this thread gives come after it
   RoundRecords records;
   Asked opening;  // the first round of this pass, until hear_opening()
   bool in_pass = false;
@@ -298,12 +301,11 @@ UnitGather::Parts::Asked UnitGather::Parts::ask(int own, std::vector<TensorView>
     records.depart();
   }
   // The round may serve any unit.
-  asks.done = lane->run(updated, [this, own, wanted = records.hash(), arrays = std::move(arrays),
-                                  after = arrived(0, static_cast<int>(std::ssize(units))),
-                                  result = std::move(result)](Communicator& group, Stream& stream) {
-    stream.wait_in_task(after);
-    result->set_value(round(own, wanted, arrays, group, stream));
-  });
+  asks.done = run(0, static_cast<int>(std::ssize(units)),
+                  [this, own, wanted = records.hash(), arrays = std::move(arrays),
+                   result = std::move(result)](Communicator& group, Stream& stream) {
+                    result->set_value(round(own, wanted, arrays, group, stream));
+                  });
   if (!std::exchange(in_pass, true)) opening.done = asks.done;
   return asks;
 }
@@ -323,11 +325,8 @@ void UnitGather::Parts::follow(std::ptrdiff_t count) {
   for (; count > 0; --count) {
     const int unit = records.coming().front();
     records.advance(1);
-    lane->run(updated,
-              [this, unit, after = arrived(unit, unit + 1)](Communicator& group, Stream& stream) {
-                stream.wait_in_task(after);
-                take_part(at(unit), group, stream);
-              });
+    run(unit, unit + 1,
+        [this, unit](Communicator& group, Stream& stream) { take_part(at(unit), group, stream); });
   }
 }
 
@@ -342,10 +341,19 @@ Event UnitGather::Parts::gather(int unit, std::vector<TensorView> arrays) {
     if (!is_foretold) return ask(unit, std::move(arrays)).done;
     records.advance(1);
   }
-  return lane->run(updated, [this, unit, arrays = std::move(arrays),
-                             after = arrived(unit, unit + 1)](Communicator& group, Stream& stream) {
+  return run(unit, unit + 1,
+             [this, unit, arrays = std::move(arrays)](Communicator& group, Stream& stream) {
+               fill(at(unit), arrays, group, stream);
+             });
+}
+
+Event UnitGather::Parts::run(int first, int end, GatherLane::Task task) {
+  return lane->run(updated, [this, step = check ? check->step_of_gather() : std::nullopt,
+                             after = arrived(first, end),
+                             task = std::move(task)](Communicator& group, Stream& stream) {
     stream.wait_in_task(after);
-    fill(at(unit), arrays, group, stream);
+    compared = step;
+    task(group, stream);
   });
 }
 
@@ -393,31 +401,29 @@ void UnitGather::Parts::fill(const Unit& unit, std::span<const TensorView> array
     gathers +=
         reducer::gather_arrays(group, together, memory, stream, {.planned = true, .act = unit.act});
   }
-  if (check) check->gathered(static_cast<std::size_t>(&unit - units.data()), arrays, stream);
+  if (compared) {
+    check->gathered(static_cast<std::size_t>(&unit - units.data()), *compared, arrays, stream);
+  }
   const std::scoped_lock lock(mutex);
   stats.gather_count += gathers;
   if (gathers > 0) stats.bytes += bytes;
 }
 
 void UnitGather::Parts::make_check(const Reducer& reducer, const std::string& key) {
-  const ReducerInternal internal(reducer);
-  if (internal.verify_every() == 0) return;
+  if (ReducerInternal(reducer).verify_every() == 0) return;
   std::vector<UnitCheck::Unit> checked;
   for (const Unit& unit : units) {
     checked.push_back({.name = unit.name});
     for (const Part& part : unit.parts) checked.back().parameters.push_back(part.parameter.name);
   }
-  check.emplace(internal.verify_every(), device, internal.groups().world, key, std::move(checked));
+  check.emplace(reducer, key, std::move(checked));
 }
 
 void UnitGather::Parts::before_update(const Event& last) {
-  if (!check) return;
-  if (check->is_due() ||
-      shard_size == 1) {  // without a shard group there are no rounds to wait for
-    if (last.state() != nullptr) lane->wait(last);
-    for (const Unit& unit : units) {
-      if (unit.gathered.state() != nullptr) lane->wait(unit.gathered);
-    }
+  if (!check || !check->is_due()) return;
+  if (last.state() != nullptr) lane->wait(last);
+  for (const Unit& unit : units) {
+    if (unit.gathered.state() != nullptr) lane->wait(unit.gathered);
   }
   check->before_update();
 }

@@ -91,8 +91,8 @@ class UnitGather {
   Event end(const Event& updated);
   // Call it before this rank's slices change: blocks, as end() does, until all ranks are in this
   // call. The Events of both complete when no rank reads this rank's slices any more, on a GPU
-  // later. With verify_every: MismatchError, before any rank updates, if ranks have gathered other
-  // values of a unit since an earlier update.
+  // later. With verify_every, after every Nth step: MismatchError, before any rank updates, if
+  // ranks have gathered other values of a unit in the step's microbatches.
   Event begin_update(const Event& updated);
 
   [[nodiscard]] GatherStats stats() const;

@@ -387,8 +387,10 @@ def stage_3_with_a_drifted_master(over: Any, drifting: int) -> list[str]:
     """The error of this rank, whose weights the step has not changed."""
     with hsdp.init_mesh(2, 2) as mesh:
         run = Run(mesh, over, 3, reducer_options={"verify_every": 2})
-        run.step(0)
-        run.step(1)
+        for step in (0, 1):
+            run.step(step)
+            with run.optimizer.whole_parameters(write_back=True):  # an update that is no step
+                pass
         weight: Any = run.model[2].weight
         master = run.optimizer.master(weight)
         if mesh.rank == drifting:
@@ -408,13 +410,45 @@ def stage_3_with_a_drifted_master(over: Any, drifting: int) -> list[str]:
 def test_parameters_of_units_are_compared(ranks: Launcher, drifting: int) -> None:
     replica = [str(drifting // 2 * 2), str(drifting // 2 * 2 + 1)]
     for text, *at_fault in ranks(4, stage_3_with_a_drifted_master, "shard", drifting):
-        assert "expected the same '2.weight' of unit '2' on all ranks before update 3" in text
+        assert "expected the same '2.weight' of unit '2' on all ranks before step 3" in text
         assert at_fault == ["0", "1", "2", "3"] and f"on ranks {', '.join(replica)} of 4" in text
 
 
-@on_meshes((1, 4), (2, 2), (4, 1))
+@on_meshes((2, 2), (4, 1))
 def test_equal_units_are_no_difference(mesh: hsdp.Mesh) -> None:
-    """With skipped updates, parameters that are loaded, and evaluations on one replica only."""
+    """With skipped updates, and evaluations on one replica, of an average or before all ranks load."""
+
+    def evaluate(run: Run) -> None:
+        if mesh.replica == 0:
+            with torch.no_grad():
+                run.model(torch.ones(1, 7, dtype=next(run.model.parameters()).dtype))
+
+    def load(run: Run) -> None:
+        evaluate(run)
+        state = make_model(next(run.model.parameters()).dtype).state_dict()
+        run.model.load_state_dict({key: torch.full_like(v, 0.01) for key, v in state.items()})
+
+    def average(run: Run) -> None:
+        masters = [run.optimizer.master(p) for p in run.model.parameters()] if mesh.replica == 0 else []
+        own = [master.clone() for master in masters]
+        for master in masters:
+            master.mul_(0.9)
+        evaluate(run)
+        for master, values in zip(masters, own, strict=True):
+            master.copy_(values)
+
+    def write_masters(run: Run) -> None:
+        evaluate(run)
+        for p in run.model.parameters():
+            run.optimizer.master(p).fill_(0.02)
+
+    def write_back(run: Run) -> None:
+        evaluate(run)
+        with run.optimizer.whole_parameters(write_back=True) as whole:
+            for values in whole.values():
+                values.fill_(0.03)
+
+    between = (load, average, write_masters, write_back, evaluate, load)
     cases: list[dict[str, Any]] = [
         {"over": "shard"},
         {"over": "mesh", "dtype": torch.bfloat16},
@@ -422,13 +456,11 @@ def test_equal_units_are_no_difference(mesh: hsdp.Mesh) -> None:
     ]
     for case in cases:
         run = Run(mesh, stage=3, lr=0.02, reducer_options={"verify_every": 1}, **case)
-        for step in range(6):
+        run.step(0)
+        for step, change in enumerate(between, 1):
             run.step(step, poison=step == 3)
-            if step == 2 and mesh.replica == 0:
-                with torch.no_grad():
-                    run.model(torch.ones(1, 7, dtype=case.get("dtype")))
-            if step == 4:
-                run.model.load_state_dict(run.model.state_dict())
+            change(run)
+        run.step(7)
         run.close()
 
 

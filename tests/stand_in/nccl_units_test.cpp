@@ -163,7 +163,7 @@ TEST_P(NcclUnits, OfARankThatOnlyServesAreUpdatedBeforeTheyAreRead) {
       random_step(odd_parameters(Dtype::kBf16), GetParam().size(), {Sync::kAll}, 0);
   stand_in::delay_work(0);
   run_nccl_mesh(GetParam(), [&](const Mesh& mesh) {
-    Reducer reducer(mesh, {.verify_every = 1});
+    Reducer reducer(mesh);
     GpuRank rank(reducer, step, mesh);
     reducer.prepare();
     Stream& stream = rank.stream();
@@ -189,15 +189,24 @@ TEST_P(NcclUnits, OfADriftedReplicaAreNamed) {
       random_step(odd_parameters(Dtype::kBf16), GetParam().size(), {Sync::kAll}, 0);
   stand_in::delay_work(0);
   run_nccl_mesh(GetParam(), [&](const Mesh& mesh) {
-    Reducer reducer(mesh, {.verify_every = 1});
+    Reducer reducer(mesh, {.missing = Missing::kZero, .verify_every = 1});
     GpuRank rank(reducer, step, mesh);
     reducer.prepare();
     Stream& stream = rank.stream();
     GpuUnits units(reducer, step, mesh, stream);
     UnitGather gather(reducer, units.units());
-    units.update(mesh.rank() < mesh.shard_size() ? 0 : 1);
-    gather.gather(1, units.arrays(1), stream.record());
-    gather.wait(1, stream);
+    const int own = mesh.rank() < mesh.shard_size() ? 0 : 1;
+    for (const int drifted : {0, 1}) {
+      units.update(drifted * own);
+      Microbatch open(reducer, {.last = true});
+      for (int twice = 0; twice < 2; ++twice) {
+        gather.gather(1, units.arrays(1), stream.record());
+        gather.wait(1, stream);
+      }
+      gather.end(stream.record());
+      open.end();
+      if (drifted == 0) stream.wait(gather.begin_update(stream.record()));
+    }
     const auto error =
         caught<MismatchError>([&] { stream.wait(gather.begin_update(stream.record())); });
     EXPECT_EQ(error.has_value(), mesh.replicate_size() > 1);

@@ -61,6 +61,7 @@ std::vector<DigestComparison::Difference> differences(const std::filesystem::pat
   }
   if (found.empty()) refuse_changed(b, step);
   std::vector<DigestComparison::Difference> all;
+  all.reserve(found.size());
   for (auto& [place, one] : found) all.push_back(std::move(one));
   return all;
 }

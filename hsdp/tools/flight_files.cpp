@@ -150,7 +150,8 @@ Folder read_folder(const std::filesystem::path& folder) {
   const RankFile& newest = std::ranges::max_element(files, {}, [](const auto& one) {
                              return std::pair(one.second.job, one.second.written_s);
                            })->second;
-  const auto [job, size] = std::pair(newest.job, newest.size);
+  const std::int64_t job = newest.job;
+  const int size = newest.size;
   std::vector<RankFile> earlier;
   std::erase_if(files, [&](auto& one) {
     const bool is_earlier = one.second.job != job || one.second.size != size;

@@ -1,4 +1,4 @@
-// What tests set of a Trace. Internal.
+// The settings of a Trace that only tests change. Internal.
 #pragma once
 
 #include <cstddef>
@@ -10,9 +10,9 @@
 namespace hsdp {
 
 struct TraceSettings {
-  // A test that sets the clock writes the record itself.
+  // A test that replaces the clock also writes the operation record itself.
   std::function<double()> now_s = Operations::now_s;
-  std::size_t part_bytes = std::size_t{1} << 20U;  // text that a rank sends at once
+  std::size_t part_bytes = std::size_t{1} << 20U;  // text per message of a rank
 };
 
 [[nodiscard]] Trace begin_trace(Reducer& reducer, const std::filesystem::path& path,

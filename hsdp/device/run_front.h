@@ -1,5 +1,4 @@
-// Runs the next item of a queue of host tasks, for the threads that work on one. Internal to
-// hsdp/device and hsdp/comm.
+// Runs the next item of a queue of host tasks. Internal to hsdp/device and hsdp/comm.
 #pragma once
 
 #include <exception>
@@ -8,9 +7,9 @@
 
 namespace hsdp {
 
-// Takes the item at the front of `queue.items` and runs it without the lock, which guards the
-// queue. An item has a `task` or an `event`. `queue.error` keeps the first error of a task: later
-// tasks are dropped, and events finish with it. `queue.busy` is true while the item runs.
+// Takes the item at the front of `queue.items`, and releases `lock`, which guards the queue, while
+// it runs. An item has a `task` or an `event`. `queue.error` keeps the first error of a task: later
+// tasks are dropped, and events finish with that error. `queue.busy` is true while the item runs.
 template <typename Queue>
 void run_front(std::unique_lock<std::mutex>& lock, Queue& queue) {
   auto item = std::move(queue.items.front());
@@ -27,7 +26,7 @@ void run_front(std::unique_lock<std::mutex>& lock, Queue& queue) {
       error = std::current_exception();
     }
   }
-  item = {};  // destroys what the task holds before the next task, outside the lock
+  item = {};  // outside the lock: destroys what the task holds before the next task runs
   lock.lock();
   if (!queue.error) queue.error = std::move(error);
   queue.busy = false;

@@ -44,7 +44,7 @@ std::vector<std::optional<std::string>> Digests::texts() const {
   return all;
 }
 
-// The largest complement is that of the smallest digest.
+// The maximum of the complements is the complement of the smallest digest.
 std::vector<std::int64_t> claims(std::span<const std::optional<std::uint64_t>> digests) {
   std::vector<std::int64_t> most;
   for (const std::optional<std::uint64_t>& digest : digests) {
@@ -99,7 +99,7 @@ void require_equal_rows(std::int64_t step, std::span<const std::int64_t> most, G
   if (!any) return;
   const std::string key = agreement.key("results", step);
   const auto own = static_cast<std::size_t>(groups.shard.rank());
-  comm::Saying mine;  // all take that of the lowest rank that found a difference
+  comm::Saying mine;  // every rank raises what the lowest rank with a difference says
   if (differs(most, own)) {
     const auto found = find_difference(groups.replicate, groups.world,
                                        key + "/" + std::to_string(own), rows.digests());

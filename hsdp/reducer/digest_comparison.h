@@ -1,6 +1,6 @@
-// Compares digests of values that should be the same on several ranks: all at once in a short
-// message, and only if one differs each by itself, to name the ranks in the minority [Note: results
-// that are compared].
+// Compares digests of values that should be the same on several ranks. One short message compares
+// them all; only if a digest differs, the ranks exchange each one, to name the ranks in the
+// minority [Note: results that are compared].
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@
 
 namespace hsdp::reducer {
 
-// Digests in memory that kernels of the device add to.
+// Digests in pinned memory, to which kernels of the device add.
 class Digests {
  public:
   Digests() = default;
@@ -29,19 +29,19 @@ class Digests {
     return reinterpret_cast<std::uint64_t*>(memory_.data()) + i;
   }
   [[nodiscard]] std::size_t count() const { return memory_.size() / sizeof(std::uint64_t); }
-  // One digest of `count` of them, in their order.
+  // Combines `count` digests into one that depends on their order.
   [[nodiscard]] std::uint64_t together(std::size_t first, std::size_t count) const;
   [[nodiscard]] std::vector<std::optional<std::string>> texts() const;
 
  private:
-  Buffer memory_;  // pinned
+  Buffer memory_;
 };
 
-// For each place two numbers, of which the ranks exchange the largest: so the message does not grow
-// with the ranks. A rank without a digest leaves the place to the others.
+// Two numbers for each place. The ranks exchange their maximum, so the message does not grow with
+// the number of ranks. A rank without a digest does not affect the maximum.
 [[nodiscard]] std::vector<std::int64_t> claims(
     std::span<const std::optional<std::uint64_t>> digests);
-// `most`: the largest of all ranks' claims. Whether two ranks have different digests there.
+// Whether two ranks have different digests at `place`. `most`: the maximum of all ranks' claims().
 [[nodiscard]] bool differs(std::span<const std::int64_t> most, std::size_t place);
 
 struct DigestDifference {
@@ -49,26 +49,25 @@ struct DigestDifference {
   std::string text{};        // "other bits on rank 1 of 4 than on the rest"
   std::vector<int> ranks{};  // world ranks in the minority; all if there is none
 };
-// Collective over `group`: the first place where its ranks have different texts. The text counts
-// ranks of `world`.
+// Finds the first place where the digests of the ranks of `group` differ. Collective over `group`.
+// The text gives ranks of `world`.
 [[nodiscard]] std::optional<DigestDifference> find_difference(
     Communicator& group, const Communicator& world, const std::string& key,
     std::vector<std::optional<std::string>> digests);
 
-// What to do about it.
 inline constexpr const char* kDifferenceRemedy =
     "look for a fault of memory, GPU or link, and go on from a checkpoint of before that step";
 
-// Rows of a step's result, which all replicas have alike.
+// Rows of a step's result, which are the same on all replicas.
 struct ComparedRows {
   std::string owner;  // in errors
   std::function<std::vector<std::optional<std::string>>()> digests;
   std::function<std::string(std::size_t place)> name;
 };
-// The claims of this rank's rows, in the place of its shard rank.
+// claims() with `digest`, that of this rank's rows, at the place of its shard rank.
 [[nodiscard]] std::vector<std::int64_t> row_claims(const Groups& groups, std::uint64_t digest);
-// `most`: the largest of all ranks' row_claims(). If replicas differ, ends the world on every rank
-// by a MismatchError that names the place and the ranks in the minority.
+// If replicas differ, ends the world on every rank with a MismatchError that names the place and
+// the ranks in the minority. `most`: the maximum of all ranks' row_claims().
 void require_equal_rows(std::int64_t step, std::span<const std::int64_t> most, Groups& groups,
                         StepAgreement& agreement, const ComparedRows& rows);
 

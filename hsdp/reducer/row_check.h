@@ -1,7 +1,7 @@
 // Checks, every `every` steps, that a RowReducer's totals have the same bits on all replicas [Note:
 // results that are compared].
 //
-// The totals are the caller's, so their digests are taken as they are made, one of each parameter.
+// The caller owns the totals, so each is digested when it is made, with one digest per parameter.
 // Not thread-safe.
 #pragma once
 
@@ -28,22 +28,22 @@ class RowCheck {
     std::string name{};  // "'w' of layer 0"
   };
 
-  // `every` 0: compares nothing.
+  // With `every` 0 it compares nothing.
   RowCheck(std::int64_t every, const Groups& groups) : every_(every), groups_(groups) {}
 
   [[nodiscard]] bool is_due(std::int64_t step) const {
     return every_ > 0 && (step + 1) % every_ == 0;
   }
   [[nodiscard]] bool has_begun(std::int64_t step) const { return step_ == step; }
-  // Before the first total of a step that is due; the last such step has been settled.
+  // Call before the first total of a step that is due, once the previous such step is settled.
   void begin(std::int64_t step, std::vector<Run> runs);
-  // Enqueues the digests of a group's total, in a step that has begun.
+  // Enqueues the digests of a group's total. Only after begin().
   void add(int group, TensorView total, const Stream& stream);
-  // After the device has done that: numbers of which the ranks exchange the largest. None if the
-  // step has not begun.
+  // Returns the numbers of which the ranks exchange the maximum; none if begin() was not called for
+  // `step`. Call after the device has computed the digests.
   [[nodiscard]] std::vector<std::int64_t> claim(std::int64_t step) const;
-  // `most`: the largest of all ranks' claims. If replicas differ, ends the world on every rank by a
-  // MismatchError that names the parameter, its module and the ranks in the minority.
+  // If replicas differ, ends the world on every rank with a MismatchError that names the parameter,
+  // its module and the ranks in the minority. `most`: the maximum of all ranks' claims.
   void require_equal(std::int64_t step, std::span<const std::int64_t> most,
                      StepAgreement& agreement);
 
@@ -52,7 +52,7 @@ class RowCheck {
   Groups groups_;
   std::int64_t step_ = -1;
   std::vector<Run> runs_;
-  Digests digests_;  // of the runs
+  Digests digests_;  // one per run
 };
 
 }  // namespace hsdp::reducer

@@ -1,4 +1,4 @@
-// What rank 0 logs about a Reducer: its buckets and memory once they are made, and each step.
+// What rank 0 logs about a Reducer: its buckets and memory when they are set up, and each step.
 #pragma once
 
 #include "hsdp/memory_count.h"
@@ -8,11 +8,11 @@
 
 namespace hsdp::reducer {
 
-// At level info.
+// Logs at level info.
 void log_layout(const ReducerOptions& options, const Groups& groups,
                 const ParameterTable& parameters, const BucketLayout& layout,
                 const MemoryCount& memory);
-// At level debug, if `plan` ends the step.
+// Logs at level debug, if `plan` ends the step.
 void log_step(const ReducerOptions& options, const Groups& groups, const MicrobatchPlan& plan);
 
 }  // namespace hsdp::reducer

@@ -21,7 +21,7 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr std::string_view kLineEnd = " .";  // of a line that was not torn
+constexpr std::string_view kLineEnd = " .";  // a torn line lacks it
 
 [[noreturn]] void refuse(const std::filesystem::path& path, const std::string& what) {
   throw SnapshotError("digests: " + path.string() + ": " + what);
@@ -75,7 +75,7 @@ void read_line(std::string_view line, DigestLog& log) {
   log.steps[step] = std::move(digests);
 }
 
-// None where it was torn.
+// Returns nothing if the line is torn.
 std::optional<std::string> first_line(const std::filesystem::path& path) {
   std::ifstream file(path);
   std::string line;
@@ -83,13 +83,13 @@ std::optional<std::string> first_line(const std::filesystem::path& path) {
   return line;
 }
 
-// All of it, or nothing.
+// Writes all of the text or none of it.
 void write_whole(int fd, const std::string& text, const std::filesystem::path& path) {
   const off_t size = ::lseek(fd, 0, SEEK_END);
   const ssize_t count = ::write(fd, text.data(), text.size());
   if (count == static_cast<ssize_t>(text.size())) return;
   const std::string why = count < 0 ? std::strerror(errno) : "there is no room";
-  static_cast<void>(::ftruncate(fd, size));  // what stays of the line is torn, and does not count
+  static_cast<void>(::ftruncate(fd, size));  // if this fails, readers skip the torn line
   refuse(path, "cannot write it: " + why);
 }
 

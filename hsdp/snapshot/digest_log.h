@@ -1,8 +1,9 @@
-// Digests of a run's results, a line a step, so that two runs can be compared step by step without
-// their gradients. docs/hsdp_check.md has the format: one text file a rank, `digests_<rank>.txt`.
+// Digests of a run's results, one line per step, so that two runs can be compared step by step
+// without their gradients. Each rank writes a text file `digests_<rank>.txt`; docs/hsdp_check.md
+// describes the format.
 //
-// A line is written by one call of the system, so a killed rank leaves whole lines and at most a
-// torn last one, which readers leave out. Errors are SnapshotErrors that name the file.
+// One system call writes a line, so a killed rank leaves whole lines and at most one torn line at
+// the end, which readers skip. Errors are SnapshotErrors that name the file.
 #pragma once
 
 #include <cstdint>
@@ -17,16 +18,16 @@
 
 namespace hsdp {
 
-// Whose digests a file has.
+// Says which run, rank and parameters the digests of a file belong to.
 struct DigestHeader {
-  // This rank's elements of a parameter.
+  // The elements of a parameter that this rank holds.
   struct Part {
     std::string name;
     std::int64_t offset = 0;
     std::int64_t count = 0;
     bool operator==(const Part&) const = default;
   };
-  std::string reducer{};  // its name
+  std::string reducer{};  // the Reducer's name
   int rank = 0;
   int replicate_size = 1;
   int shard_size = 1;
@@ -36,11 +37,11 @@ struct DigestHeader {
 
 class DigestWriter {
  public:
-  // Continues a file of the same header, and refuses any other, and one that another writer has
-  // open.
+  // Continues a file that has the same header. Refuses a file with another header, and one that
+  // another writer has open.
   DigestWriter(std::filesystem::path folder, const DigestHeader& header);
   [[nodiscard]] const std::filesystem::path& folder() const { return folder_; }
-  // In the order of the parts. Where it throws, the file is as it was before.
+  // Takes the digests in the order of the parts. If it throws, the file is unchanged.
   void append(std::int64_t step, std::span<const std::uint64_t> digests);
 
  private:
@@ -51,11 +52,11 @@ class DigestWriter {
 
 struct DigestLog {
   DigestHeader header;
-  // Of a run that went back to an earlier step, those before it and those after that.
+  // If the run went back to an earlier step, what it had written from that step on is dropped.
   std::map<std::int64_t, std::vector<std::uint64_t>> steps;
 };
 [[nodiscard]] std::filesystem::path digest_path(const std::filesystem::path& folder, int rank);
-// `first`: the header of another rank of the run, whose mesh must have the same shape.
+// `first`: the header of another rank of the run, which must have the same mesh shape.
 [[nodiscard]] DigestLog read_digests(const std::filesystem::path& folder, int rank,
                                      const std::optional<DigestHeader>& first = {});
 

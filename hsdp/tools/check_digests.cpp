@@ -39,12 +39,12 @@ void require_alike(const DigestHeader& one, const DigestHeader& other) {
                        .remedy = "compare again once no run writes there"});
 }
 
-// Reads the files again, which a run may have written meanwhile.
+// Reads the files again; a run may have changed them since.
 std::vector<DigestComparison::Difference> differences(const std::filesystem::path& a,
                                                       const std::filesystem::path& b,
                                                       std::int64_t step,
                                                       const DigestHeader& first) {
-  std::map<std::size_t, DigestComparison::Difference> found;  // by place among the parameters
+  std::map<std::size_t, DigestComparison::Difference> found;  // by parameter index
   for (int rank = 0; rank < first.replicate_size * first.shard_size; ++rank) {
     const DigestLog one = read_digests(a, rank, first);
     const DigestLog other = read_digests(b, rank, first);
@@ -73,7 +73,7 @@ std::string steps_text(std::int64_t count) {
 }  // namespace
 
 DigestComparison compare_digests(const std::filesystem::path& a, const std::filesystem::path& b) {
-  std::map<std::int64_t, bool> steps;  // that all ranks so far have, and whether one differs
+  std::map<std::int64_t, bool> steps;  // common to all ranks so far; true if a rank differs
   std::optional<DigestHeader> first;
   int rank_count = 1;
   for (int rank = 0; rank < rank_count; ++rank) {

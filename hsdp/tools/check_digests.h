@@ -1,4 +1,4 @@
-// hsdp_check --digest: are the results of two runs the same, step by step, by their digests?
+// hsdp_check --digest: compares the results of two runs step by step, by their digests.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,10 @@ namespace hsdp {
 
 struct DigestComparison {
   int rank_count = 0;
-  std::int64_t step_count = 0;  // that all ranks of both runs have
-  std::int64_t same_until = 0;  // so many of them are the same, from the first on
+  std::int64_t step_count = 0;  // steps that all ranks of both runs have
+  std::int64_t same_until = 0;  // how many of these, from the first one on, are the same
   std::int64_t different_count = 0;
-  // The first step that differs, and where.
+  // A parameter that differs in the first different step, and the ranks where it does.
   struct Difference {
     std::string parameter;
     std::vector<int> ranks;
@@ -23,9 +23,9 @@ struct DigestComparison {
   std::vector<Difference> first{};
 };
 
-// Compares the runs that wrote into these folders. Holds one rank's digests of each at a time.
+// Compares the runs that wrote into these folders. Holds the digests of one rank per run at a time.
 // Throws SnapshotError if the runs have different meshes or parameters, or no step in common, or if
-// a run writes the first step that differs again meanwhile.
+// a run rewrites the first different step during the comparison.
 [[nodiscard]] DigestComparison compare_digests(const std::filesystem::path& a,
                                                const std::filesystem::path& b);
 

@@ -1,4 +1,4 @@
-// Every element lies in exactly one place of one bucket, in the row of the rank that owns it.
+// Every element has exactly one place in one bucket, in the row of the rank that owns it.
 #include "hsdp/bucket_layout.h"
 
 #include <gtest/gtest.h>
@@ -64,7 +64,7 @@ std::vector<LayoutCase> every_case() {
   return cases;
 }
 
-// Of some layouts, with buckets smaller than `bucket_bytes`.
+// The cases of these layouts whose buckets are smaller than `bucket_bytes`.
 auto cases_of(const std::set<Layout>& layouts, std::int64_t bucket_bytes = 2 * kAllInOne) {
   std::vector<LayoutCase> cases = every_case();
   std::erase_if(cases, [&](const LayoutCase& row) {
@@ -112,7 +112,8 @@ TEST_P(EveryLayout, SlicesTileEachParameterInRankOrder) {
   }
 }
 
-// Walks every element of every bucket: its row's rank owns it, and the ranges of that row say so.
+// Checks for every element of every bucket that the rank of its row owns it, and that the ranges of
+// the row agree.
 TEST_P(EveryLayout, BucketsAndRowsAgreeOnEveryElement) {
   std::set<std::pair<int, std::int64_t>> seen;  // (parameter, flat element)
   for (int b = 0; b < bucket_count(); ++b) {
@@ -136,7 +137,7 @@ TEST_P(EveryLayout, BucketsAndRowsAgreeOnEveryElement) {
     }
     std::int64_t covered = 0;
     const std::vector<BucketSegment> segments = layout_.segments(b);
-    // So that a parameter's own are found by its number, and each rank's slice is sent in order.
+    // A search by parameter index needs this order, and so does sending each rank's slice in order.
     EXPECT_TRUE(std::ranges::is_sorted(segments, {}, [](const BucketSegment& segment) {
       return std::pair(segment.parameter, segment.flat_offset);
     }));
@@ -193,7 +194,8 @@ TEST_P(EveryLayout, NoBucketIsLargerThanAskedAndTheWireIsNotPadded) {
   std::int64_t travelling = 0;
   for (const Bucket& bucket : layout_.buckets()) {
     const auto bytes = bucket.count * static_cast<std::int64_t>(size_bytes(bucket.wire_dtype));
-    // Or one multiple a rank, where that is more; whole ones are cut half a multiple aside.
+    // A bucket may exceed the limit to hold one multiple per rank; with whole parameters, whose
+    // cuts may be half a multiple off, two.
     const std::int64_t multiples = GetParam().layout == Layout::kWhole ? 2 : 1;
     const std::int64_t least = multiples * GetParam().slice_multiple * GetParam().shard_size * 4;
     EXPECT_LE(bytes, std::max(GetParam().bucket_bytes, least));
@@ -246,9 +248,9 @@ TEST_P(WholeLayout, GivesEachParameterToOneRankAndTheRanksAboutAsMuch) {
   EXPECT_LE(most - least, longest);
 }
 
-// A slice is one run of the carry.
+// A slice must be contiguous in the carry.
 TEST_P(EveryLayout, RowsGoOnWhereThoseOfTheBucketBeforeEnded) {
-  std::map<int, std::int64_t> next;  // by parameter: where its slice goes on, on rank 0
+  std::map<int, std::int64_t> next;  // by parameter: where its slice on rank 0 continues
   for (int b = 0; b < bucket_count(); ++b) {
     if (!layout_.goes_on(b)) next.clear();
     for (const ParameterRange& range : layout_.ranges(b, 0)) {
@@ -332,7 +334,7 @@ TEST(BucketLayout, ClassesNeverShareABucket) {
   }
 }
 
-// A large parameter is cut into windows; each small one fills a bucket.
+// A large parameter is cut into windows; each small parameter fills a bucket.
 TEST(BucketLayout, RefusesMoreBucketsThanMemoryHolds) {
   constexpr int kMost = 1 << 20;
   constexpr Layout kLayouts[] = {Layout::kFlat, Layout::kDim0, Layout::kWhole};
@@ -355,7 +357,7 @@ TEST(BucketLayout, RefusesMoreBucketsThanMemoryHolds) {
   for (const Layout layout : kLayouts) EXPECT_EQ(refusal(small, layout), expected) << name(layout);
 }
 
-// So a unit's elements are spread over all ranks, and its buckets stay in their place.
+// Otherwise a unit's elements would not be spread over all ranks, and its buckets would move.
 TEST(BucketLayout, UnitsNeverShareABucket) {
   std::vector<LayoutParameter> parameters(12, LayoutParameter{.shape = {10}});
   for (std::size_t p = 0; p < parameters.size(); ++p) parameters[p].unit = static_cast<int>(p / 4);
@@ -369,7 +371,7 @@ TEST(BucketLayout, UnitsNeverShareABucket) {
   }
 }
 
-// What a codec with groups of 64 costs in balance: many parameters of many sizes.
+// The imbalance that a codec with groups of 64 causes, for many parameters of many sizes.
 TEST(BucketLayout, SliceMultiplesCostLittleBalance) {
   std::vector<LayoutParameter> parameters;
   for (int p = 0; p < 300; ++p) parameters.push_back({.shape = {4096 + 517 * (p % 31), 11}});
@@ -422,7 +424,7 @@ TEST(BucketLayout, JoinsSmallParametersAndSplitsLargeOnes) {
   EXPECT_EQ(BucketLayout(large, 2, Layout::kFlat, 1 << 14).buckets().size(), 16U);
 }
 
-// Of a transformer: a head, layers, an embedding; and a bias each.
+// The parameters of a transformer: a head, layers and an embedding, each matrix with a bias.
 std::vector<LayoutParameter> transformer(int layers, std::int64_t width, std::int64_t words) {
   std::vector<LayoutParameter> parameters;
   const auto add = [&](std::int64_t rows, std::int64_t columns) {
@@ -448,7 +450,7 @@ TEST(BucketLayout, WholeParametersAreSharedEvenlyAndEveryRankHasARow) {
   }
 }
 
-// A bucket is sent when all of its gradients are there.
+// A bucket is sent once all of its gradients have come, so they must lie close together.
 TEST(BucketLayout, NoBucketOfWholeParametersTakesMoreThanItsPartOfAModel) {
   const std::vector<LayoutParameter> parameters = transformer(24, 64, 3000);  // uneven in any case
   constexpr int kRanks = 8;
@@ -464,7 +466,7 @@ TEST(BucketLayout, NoBucketOfWholeParametersTakesMoreThanItsPartOfAModel) {
   }
 }
 
-// Of sizes that are no equals, neighbours still go to different ranks.
+// Neighbours go to different ranks even if their sizes differ.
 TEST(BucketLayout, WholeParametersThatAreAlikeAreDealtInTurn) {
   std::vector<LayoutParameter> parameters;
   for (int p = 0; p < 12; ++p) parameters.push_back({.shape = {33000 + 1237 * (p * 11 % 12)}});

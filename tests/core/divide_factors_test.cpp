@@ -28,9 +28,9 @@ TEST(HeadroomExponent, IsTheLogarithmRoundedUp) {
   EXPECT_EQ(headroom_exponent((std::int64_t{1} << 40) + 1), 41);
 }
 
-// One element of a bucket, the same on all ranks and replicas, as the hops treat it.
+// One element of a bucket before the hops; all ranks and replicas have the same values.
 struct Element {
-  double row = 3;  // of one rank
+  double row = 3;  // the value of each rank
   double carry = 5;
   double total = 7;
 };
@@ -105,7 +105,7 @@ TEST(HopArithmetic, AddsEverythingOnceAndDividesOnce) {
   });
 }
 
-// A hop that gives means divides each of its totals; they are added and not divided again.
+// A hop that returns means has divided its totals; they are added and not divided again.
 TEST(HopArithmetic, AddsMeansAndDividesNoneOfThem) {
   each_case([](BucketSums sums) {
     sums.means = true;

@@ -12,7 +12,7 @@
 namespace hsdp {
 namespace {
 
-// The formats described by numbers alone, independent of the code under test.
+// Describes a format by numbers alone, independently of the code under test.
 struct Format {
   int mantissa_bits;
   int exponent_bits;
@@ -70,7 +70,7 @@ TYPED_TEST(SixteenBit, DecodesAndEncodesEveryValue) {
   }
 }
 
-// Between two neighbours rounding is monotone, so the values next to each border prove it.
+// Rounding is monotone between two neighbours, so testing the values next to each border suffices.
 TYPED_TEST(SixteenBit, RoundsToNearestEvenAtEveryBorder) {
   const auto encode = [](double x, std::uint32_t sign) {
     const float value = static_cast<float>(x);

@@ -75,7 +75,7 @@ TEST_F(Log, ASinkGetsWhatItWantsAndStderrWhatElseTheVariableAsksFor) {
   EXPECT_EQ(written(), "hsdp: a step\n");
   EXPECT_EQ(lines_of_sink.size(), 2U);
   ask_for("");
-  set_log_sink(keep, 40);  // errors alone
+  set_log_sink(keep, 40);  // errors only
   EXPECT_FALSE(is_logged(LogLevel::kWarning));
   EXPECT_EQ(written(), "");
   EXPECT_TRUE(lines_of_sink.empty());

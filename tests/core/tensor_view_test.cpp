@@ -50,8 +50,8 @@ TEST(StridedView, KnowsWhatIsContiguous) {
   EXPECT_FALSE(contiguous({6}, {2}));
   EXPECT_FALSE(contiguous({6}, {0}));
   EXPECT_TRUE(contiguous({}, {}));
-  EXPECT_TRUE(contiguous({1, 6, 1}, {99, 1, -5}));  // strides of single elements do not matter
-  EXPECT_TRUE(contiguous({0, 3}, {7, 9}));          // nor those of nothing
+  EXPECT_TRUE(contiguous({1, 6, 1}, {99, 1, -5}));  // strides of dimensions of size 1 do not matter
+  EXPECT_TRUE(contiguous({0, 3}, {7, 9}));          // nor does any stride of an empty tensor
 }
 
 }  // namespace

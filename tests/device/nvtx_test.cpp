@@ -1,4 +1,4 @@
-// Ranges as a profiler gets them, from the source that builds with CUDA have.
+// Checks the ranges that a profiler receives from the source that CUDA builds use.
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@ using testing::ElementsAre;
 // NVTX looks for a tool at the program's first range.
 const bool has_tool = ::setenv("NVTX_INJECTION64_PATH", HSDP_NVTX_TOOL, 1) == 0;
 
-// Since the last call, without thread numbers.
+// What the tool was told since the last call, without thread numbers.
 std::vector<std::string> told_texts() {
   static std::size_t seen = 0;
   void* const tool = ::dlopen(HSDP_NVTX_TOOL, RTLD_NOW | RTLD_NOLOAD);

@@ -1,5 +1,5 @@
-// A profiler: NVTX loads it into the process and calls it for each range. What it was told is in
-// its one list, as "push 7 hsdp:word" with the thread's number, or "pop 7".
+// A profiler: NVTX loads it into the process and calls it for each range. It keeps one list of what
+// it was told: "push 7 hsdp:word" with the thread's number, or "pop 7".
 #include <nvtx3/nvToolsExt.h>
 #include <sys/syscall.h>
 #include <unistd.h>

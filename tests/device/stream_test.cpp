@@ -68,7 +68,7 @@ TEST_P(Streams, BreakAtTheFirstError) {
   EXPECT_TRUE(after.complete());
   EXPECT_FALSE(ran);
   EXPECT_NO_THROW(before.wait());
-  // It stays broken, also for events recorded when it is idle.
+  // The stream stays broken, even for events recorded while it is idle.
   stream.run([&] { ran = true; });
   EXPECT_THAT([&] { stream.record().wait(); }, ThrowsMessage<std::runtime_error>("first"));
   EXPECT_FALSE(ran);
@@ -164,7 +164,7 @@ TEST(WorkerStream, DrainsWhenItsLastCopyDies) {
 }
 
 TEST(WorkerStream, MayDieInItsOwnTask) {
-  // The thread may outlive this function: it owns what it uses.
+  // The thread may outlive this function, so it owns what it uses.
   auto gate = std::make_shared<std::promise<void>>();
   auto done = std::make_shared<std::promise<int>>();
   std::future<int> result = done->get_future();
@@ -205,7 +205,7 @@ TEST(WorkerStream, LeavesSignalsToTheApplication) {
   EXPECT_EQ(sigismember(&own, SIGINT), 0);
 }
 
-// The option, in a build without CUDA; with it, what the machine lacks.
+// A build without CUDA names the option, a build with CUDA what the machine lacks.
 TEST(Gpu, ThatIsNotThereNamesWhatIsMissing) {
   const Device absent{DeviceType::kCuda, 63};
   const auto names_what_is_missing = ThrowsMessage<UsageError>(::testing::AllOf(

@@ -1,4 +1,4 @@
-// A thread whose floating-point environment the application has spoilt.
+// A floating-point environment as an application may have left it on the calling thread.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 
 namespace hsdp::kernels {
 
-// Flushes subnormals both ways and rounds towards zero, until destroyed.
+// Until destroyed, flushes subnormal inputs and results and rounds towards zero.
 class SpoiltEnvironment {
  public:
   SpoiltEnvironment() {
@@ -39,7 +39,7 @@ class SpoiltEnvironment {
   unsigned spoilt_ = 0;
 };
 
-// Calls in a spoilt environment, which must be as before afterwards, or in the usual one.
+// Runs `call`, in a spoilt environment if `spoilt`, and checks that it leaves that unchanged.
 template <class Call>
 void run_in_environment(bool spoilt, const Call& call) {
   std::optional<SpoiltEnvironment> environment;

@@ -16,7 +16,7 @@ namespace {
 
 using CastAndPackOn = OnTarget;
 
-// A gradient in memory of its own. Strides may be negative: the data start inside the memory.
+// A gradient that owns its memory. With negative strides the data start inside the memory.
 struct Gradient {
   Gradient(Dtype dtype, Shape shape, Shape strides, std::mt19937& random)
       : memory(dtype, extent_of(shape, strides), random() % 8) {
@@ -50,11 +50,11 @@ struct Options {
   bool has_base = false;
   int exponent = 0;
   bool streaming_stores = false;
-  bool in_place = false;           // the sum of `add`, which is f32, and out
-  bool spoils_the_kernel = false;  // one of the two runs in a spoilt environment
+  bool in_place = false;           // `out` is `add`, which is f32
+  bool spoils_the_kernel = false;  // else the reference runs in the spoilt environment
 };
 
-// Packs one window both ways.
+// Packs one window with the kernel and with the reference.
 std::string check_window(const StridedView* gradient, std::int64_t begin, std::int64_t count,
                          Dtype out_dtype, const Options& options, std::mt19937& random) {
   Row add(options.add_dtype, count, random() % 40);
@@ -92,7 +92,7 @@ Options random_options(std::mt19937& random) {
   return options;
 }
 
-// Strides of a dense tensor whose dimensions lie in memory in the given order, outermost first.
+// Strides of a dense tensor whose dimensions are in `order` in memory, outermost first.
 Shape permuted_strides(const Shape& shape, const std::vector<std::size_t>& order) {
   Shape strides(shape.size());
   std::int64_t step = 1;
@@ -120,7 +120,7 @@ TEST_P(CastAndPackOn, ContiguousEqualsTheReferenceForEveryDtypeAndCount) {
 
 TEST_P(CastAndPackOn, TheBaseComesLast) {
   const std::vector<float> ones(5000, 1.0F);
-  std::vector<float> base(ones.size(), 0x1p24F);  // where 1 is lost, and 2 is not
+  std::vector<float> base(ones.size(), 0x1p24F);  // adding 1 is lost, adding 2 is not
   const StridedView gradient{ones.data(), Dtype::kF32, {}, {5000}, {}};
   cast_and_pack({.gradient = &gradient,
                  .count = gradient.count(),

@@ -48,7 +48,7 @@ TEST(Digest, ComesInPieces) {
   EXPECT_EQ(digest(first) + digest(whole.slice(40, 60), digest_places(first)), digest(whole));
 }
 
-// Of the header's definition, so that digests of two versions can be compared.
+// The definition in the header must hold, so that digests of two versions can be compared.
 TEST(Digest, IsTheSumOfSplitMix64) {
   const std::vector<unsigned char> bytes{1, 0, 0, 0, 0, 0, 0, 0, 2};
   std::uint64_t expected = 0;

@@ -1,4 +1,4 @@
-// Values that hurt.
+// Values that break careless arithmetic.
 #pragma once
 
 #include <bit>
@@ -7,7 +7,7 @@
 
 namespace hsdp::kernels {
 
-// One element of every kind that arithmetic can trip over.
+// A random value of one of the kinds that arithmetic often gets wrong.
 inline float hostile_value(std::mt19937& random) {
   const auto bits = static_cast<std::uint32_t>(random());
   const std::uint32_t sign = bits & 0x80000000U;

@@ -1,4 +1,4 @@
-// Inputs that hurt, and comparisons to the bit, for the kernel tests.
+// Hostile inputs and bitwise comparisons for the kernel tests.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -17,7 +17,7 @@
 
 namespace hsdp::kernels {
 
-// `count` elements that start `offset` elements after an aligned address, with guards around.
+// `count` elements that start `offset` elements after an aligned address, between guards.
 class Row {
  public:
   Row(Dtype dtype, std::int64_t count, std::size_t offset)
@@ -29,7 +29,7 @@ class Row {
       : Row(other.dtype_, static_cast<std::int64_t>(other.count_), other.offset_ - kGuard) {
     std::memcpy(data(), const_cast<Row&>(other).data(), count_ * size_bytes(dtype_));
   }
-  Row(Row&&) = default;  // the bytes stay where they are, and with them their alignment
+  Row(Row&&) = default;  // the bytes do not move, so their alignment stays
   Row& operator=(const Row&) = delete;
   Row& operator=(Row&&) = delete;
   ~Row() = default;
@@ -50,7 +50,7 @@ class Row {
   [[nodiscard]] std::size_t count() const { return count_; }
   [[nodiscard]] Dtype dtype() const { return dtype_; }
 
-  // Nothing was written before or after the elements.
+  // Whether nothing was written before or after the elements.
   [[nodiscard]] bool guards_hold() {
     const std::byte* const begin = data();
     const std::byte* const end = begin + count_ * size_bytes(dtype_);
@@ -61,7 +61,7 @@ class Row {
     return true;
   }
 
-  // Bit for bit, but for the payloads of NaN.
+  // Compares bit for bit, except the payloads of NaNs.
   [[nodiscard]] std::string difference(Row& other) {
     for (std::size_t i = 0; i < count_; ++i) {
       const std::size_t bytes = size_bytes(dtype_);

@@ -21,7 +21,7 @@ ConstTensorView view_of(Row& row) {
   return {row.data(), static_cast<std::int64_t>(row.count()), row.dtype()};
 }
 
-// Finite values of very different sizes, so that another order of additions shows.
+// Finite values of very different sizes, so that another order of additions changes the sum.
 void fill_finite(Row& row, std::mt19937& random) {
   for (std::size_t i = 0; i < row.count(); ++i) {
     const auto bits = static_cast<std::uint32_t>(random());
@@ -31,8 +31,7 @@ void fill_finite(Row& row, std::mt19937& random) {
   }
 }
 
-// The order of norm.h, written down once more: chunks of sixteen lanes, then the sums of the
-// chunks.
+// Adds in the order that norm.h defines: in chunks of sixteen lanes, then the sums of the chunks.
 double sum_in_chunks(const std::vector<double>& values) {
   std::vector<double> sums;
   for (std::size_t begin = 0; begin < values.size(); begin += 1024) {
@@ -119,7 +118,7 @@ TEST_P(NormOn, FindsOneNonfiniteElementAnywhere) {
   EXPECT_FALSE(has_nonfinite({nullptr, 0, Dtype::kF32}));
 }
 
-// The last value adds to nothing unless the sum is in order; a caller's environment changes no bit.
+// The last value is lost unless the sum is in order. The caller's environment must change no bit.
 TEST_P(NormOn, ClipsByTheOrderedSum) {
   const std::vector<double> squares{0.1, 0x1p60, -0x1p60, 0.7, 1e-3, 3.0, 0.9, 11.0, 0x1p-52};
   double want = 0.0;

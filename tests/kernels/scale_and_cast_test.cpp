@@ -41,7 +41,7 @@ TEST_P(ScaleAndCastOn, EqualsTheReference) {
                                       .divisor = divisor,
                                       .multiplier = multiplier,
                                       .streaming_stores = repeat % 2 == 1};
-              const bool spoils = random() % 2 == 0;  // the kernel or the reference
+              const bool spoils = random() % 2 == 0;  // the kernel, else the reference
               const std::uint32_t flag =
                   scale(scale_and_cast_reference, args, in, expected, !spoils);
               ASSERT_EQ(scale(scale_and_cast, args, in, out, spoils), flag);

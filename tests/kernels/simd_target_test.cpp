@@ -38,7 +38,7 @@ TEST(SimdTarget, IsTheOneThatWasForced) {
   force_simd_target(before);
 }
 
-// In a process of its own.
+// A process reads the variable once, so this runs in a child process.
 TEST(SimdTargetDeathTest, IsReadOnceFromTheEnvironmentAndMustBeKnown) {
   ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
   const auto read = [] {

@@ -13,12 +13,12 @@
 namespace hsdp::kernels {
 namespace {
 
-// Everything one call needs, laid out at random alignments.
+// All arrays of one call, at random alignments.
 struct Call {
   Call(const SumSpec& spec_, std::size_t row_count, std::size_t out_count, bool has_add,
        std::int64_t count_, std::mt19937& random)
       : spec(spec_), count(count_) {
-    const bool together = random() % 2 == 0;  // outputs that can stream
+    const bool together = random() % 2 == 0;  // equally aligned outputs allow streaming stores
     for (std::size_t r = 0; r < row_count; ++r) {
       rows.emplace_back(spec.row_dtype, count, random() % 40).fill(random);
     }
@@ -31,7 +31,7 @@ struct Call {
     spoils_the_kernel = random() % 2 == 0;
   }
 
-  // Returns the flag.
+  // Returns the nonfinite flag.
   std::uint32_t run(void (*kernel)(const SumRows&), std::vector<Row>& into, bool spoils = false) {
     std::vector<const void*> sources;
     std::vector<void*> targets;
@@ -49,7 +49,7 @@ struct Call {
     return nonfinite;
   }
 
-  // The kernel against the reference, one of them in a spoilt environment.
+  // Compares the kernel with the reference; one of them runs in a spoilt environment.
   [[nodiscard]] std::string check() {
     const std::uint32_t flag = run(sum_rows_reference, expected, !spoils_the_kernel);
     if (run(sum_rows, outs, spoils_the_kernel) != flag) return "the flags differ";
@@ -77,7 +77,7 @@ std::string describe(const SumSpec& spec) {
          std::string(name(spec.out_dtype));
 }
 
-// Every combination of what changes the arithmetic.
+// Every combination of the fields that change the arithmetic.
 std::vector<SumSpec> all_specs() {
   std::vector<SumSpec> specs;
   for (const Dtype row : kGradientDtypes) {
@@ -183,8 +183,8 @@ struct Sum {
   bool flagged = false;
 };
 
-// Of rows of ones but for `values`, a row's each, at `place`: of 70 elements some are in blocks,
-// some in single vectors, some in the tail.
+// Sums rows of ones in which row r has values[r] at `place`. Of the 70 elements some are in blocks,
+// some in single vectors and some in the tail.
 Sum sum_at(std::size_t place, const SumSpec& spec, const std::vector<float>& values) {
   std::vector<std::vector<float>> rows(values.size(), std::vector<float>(70, 1.0F));
   std::vector<const void*> sources;

@@ -12,7 +12,7 @@
 namespace hsdp {
 namespace {
 
-// The definition, element by element.
+// Computes the difference by its definition, element by element.
 template <class T>
 BlockDifference reference(const std::vector<T>& a, const std::vector<T>& b, UlpSpacing spacing) {
   BlockDifference r;

@@ -30,14 +30,14 @@ class Compare : public ::testing::Test {
     return Snapshot::open(folder_ / name);
   }
 
-  // A plain array, "w".
+  // Writes a plain array "w".
   Snapshot write_array(const std::string& name, const ConstTensorView& data) {
     const SnapshotEntry entry{"w", {data.count}, data.dtype, Dtype::kF32, 0, data};
     write_snapshot(folder_ / name, SnapshotInfo(), {&entry, 1});
     return Snapshot::open(folder_ / name);
   }
 
-  // Compares two single parameters that two ranks hold.
+  // Compares two snapshots of one parameter, each sliced over two ranks.
   ParameterDifference difference(const std::vector<float>& a, const std::vector<float>& b,
                                  const CompareOptions& options = {}, Dtype wire = Dtype::kF32) {
     const Shape shape{static_cast<std::int64_t>(a.size())};
@@ -130,7 +130,7 @@ TEST_F(Compare, CountsAWireOnlyWhereItsHopRan) {
   }
 }
 
-// Such gradients travel as they are, whatever the run's wires.
+// f64 gradients are sent as f64, whatever wire dtypes the run has.
 TEST_F(Compare, TakesTheLimitOfF64WhereGradientsAre) {
   const std::vector<double> values(4, 1.0);
   for (const auto& [replicate, shard] : {std::pair{2, 1}, std::pair{1, 1}}) {
@@ -147,7 +147,7 @@ TEST_F(Compare, TakesTheLimitOfF64WhereGradientsAre) {
   }
 }
 
-// Each of the two measures alone can be the one that is exceeded.
+// Exceeding either of the two measures is enough to fail.
 TEST_F(Compare, NeedsBothMeasuresWithinTheLimit) {
   std::vector<float> a(1 << 16, 1.0F);
   const std::vector<float> b = a;
@@ -183,7 +183,7 @@ TEST_F(Compare, JudgesByTolerancesWhenTheyAreGiven) {
   EXPECT_EQ(d.verdict, Verdict::kDifferent);
   EXPECT_EQ(d.failing, 1);
   EXPECT_EQ(d.worst.index, 1);
-  // b is what rtol scales.
+  // rtol is relative to b.
   EXPECT_EQ(difference({4}, {5}, options).verdict, Verdict::kSame);
   EXPECT_EQ(difference({5.5F}, {4}, options).verdict, Verdict::kDifferent);
   options.atol = 0.5;
@@ -192,7 +192,7 @@ TEST_F(Compare, JudgesByTolerancesWhenTheyAreGiven) {
   EXPECT_EQ(difference({1}, {1.0000001F}, {.atol = 0}).verdict, Verdict::kDifferent);
 }
 
-// The worst element is one that fails, even where another differs more.
+// The worst element is one that fails, even if a passing element differs more.
 TEST_F(Compare, NamesAnElementThatFails) {
   const ParameterDifference d = difference({1000, 1}, {1050, 2}, {.rtol = 0.1});
   EXPECT_EQ(d.failing, 1);
@@ -291,7 +291,7 @@ TEST_F(Compare, DrawsErrorsAlongTheParameter) {
   EXPECT_EQ(d.histogram.first_exponent, -2);
   EXPECT_EQ(d.histogram.counts, (std::vector<std::int64_t>{1, 0, 0, 0, 1}));
   EXPECT_EQ(difference({1, 2}, {1, 3}, options).heat.size(), 2U);
-  // Detail changes no measure.
+  // Asking for details changes no measure.
   const auto gradients = some_gradients(3);
   const Snapshot x = write("x", some_gradients(2), mesh_info(2, 3));
   const Snapshot y = write("y", gradients, mesh_info(1, 1));

@@ -1,8 +1,8 @@
-// How a snapshot's writer uses what it shares with the rest of the process: the HDF5 library and
-// its error handler, and the disk's folders.
+// How the writer of a snapshot uses what the rest of the process also uses: the HDF5 library, its
+// error handler, and folders.
 //
-// H5Fcreate and fsync of this program come before those of the libraries, see each call, and pass
-// it on.
+// This program's H5Fcreate and fsync replace those of the libraries. They record each call and
+// forward it.
 #include <dlfcn.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -89,7 +89,7 @@ TEST_F(Hdf5Use, IsOnTheCallersThreadAlsoWhenTheRestIsNot) {
   EXPECT_THAT(hdf5_threads, SizeIs(2));
   EXPECT_THAT(hdf5_threads, Each(std::this_thread::get_id()));
   EXPECT_EQ(read_all(Snapshot::open(folder_ / "later"), 0), gradients_[0].data);
-  EXPECT_THAT(hdf5_threads, SizeIs(2));  // reading is without HDF5
+  EXPECT_THAT(hdf5_threads, SizeIs(2));  // reading does not use HDF5
 }
 
 TEST_F(Hdf5Use, GoesThroughTheGate) {
@@ -125,7 +125,7 @@ herr_t count_old_error(void* count) {
   return 0;
 }
 
-// What `call` makes of the error handler, once when it works and once when HDF5 fails.
+// The handler must stay when the write succeeds and when HDF5 fails.
 TEST_F(Hdf5Use, LeavesTheErrorHandlerAsItWas) {
   int count = 0;
   H5Eset_auto2(H5E_DEFAULT, count_error, &count);
@@ -143,7 +143,7 @@ TEST_F(Hdf5Use, LeavesTheErrorHandlerAsItWas) {
               ThrowsMessage<SnapshotError>(HasSubstr("HDF5 could not create a file")));
   expect_kept();
   EXPECT_EQ(count, 0);
-  H5Fclose(-1);  // it works
+  H5Fclose(-1);  // the handler still works
   EXPECT_EQ(count, 1);
 }
 
@@ -166,7 +166,7 @@ TEST_F(Hdf5Use, LeavesAnErrorHandlerOfTheOldKindAsItWas) {
   EXPECT_EQ(count, 0);
 }
 
-// A crash after the call must not lose the name of a folder that the call made.
+// A crash after the call must not lose a folder that the call created.
 TEST_F(Hdf5Use, EveryFolderThatHasGotANewNameInItIsSynced) {
   const auto inode = [](const std::filesystem::path& path) {
     struct stat info {};

@@ -1,4 +1,4 @@
-// Damaged, foreign and hostile files: every one is refused with a message, none does harm.
+// Damaged, foreign and hostile files: each is refused with a message, and none does harm.
 #include <gmock/gmock.h>
 #include <sys/stat.h>
 
@@ -22,7 +22,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 
-// The message when the snapshot is refused; empty when it passes.
+// The error message if the snapshot is refused; empty if it is accepted.
 std::string refusal(const std::filesystem::path& path) {
   try {
     static_cast<void>(validate_snapshot(Snapshot::open(path), {.thread_count = 1}));
@@ -201,7 +201,7 @@ TEST(ForeignFiles, AreNamedAsWhatTheyAre) {
   EXPECT_THAT(refusal("/dev/zero"), HasSubstr("not a regular file"));
 }
 
-// A header whose checksums hold and whose numbers lie.
+// A header with valid checksums and wrong numbers.
 class HostileHeader : public ::testing::Test {
  protected:
   HostileHeader() {
@@ -229,7 +229,7 @@ class HostileHeader : public ::testing::Test {
     return refusal(folder_ / "s");
   }
 
-  // Replaces the value of the first `key` and seals the header again.
+  // Replaces the value of the first `key` and recomputes the header's checksum.
   std::string refusal_with(const std::string& key, const std::string& value) {
     std::string text = json();
     const std::string quoted = '"' + key + "\":";

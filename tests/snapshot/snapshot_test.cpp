@@ -98,7 +98,7 @@ TEST(Snapshot, ReadsAnyRange) {
   EXPECT_THROW(snapshot.read(99, 0, 0, std::span<float>(two)), UsageError);
 }
 
-// By what the setters of a Reducer accept: any factor that fp32 can divide by.
+// Like the setters of a Reducer, it accepts any factor that fp32 can divide by.
 TEST(Snapshot, DividesAPartialWhenItIsRead) {
   const TemporaryDirectory folder;
   SnapshotInfo info = mesh_info(1, 1);
@@ -185,7 +185,7 @@ TEST(Snapshot, RefusesToWriteWhatCannotBeRead) {
   refused("id that its ranks share", [&] { write_snapshot(folder / "several", several, {}); });
 }
 
-// What other readers see: plain HDF5, named datasets in their shapes, attributes, float conversion.
+// What other programs see: plain HDF5 with named datasets, shapes, attributes and conversions.
 class Hdf5View : public ::testing::Test {
  protected:
   void open(const std::filesystem::path& path) {
@@ -208,7 +208,7 @@ class Hdf5View : public ::testing::Test {
     return values;
   }
   hid_t file_ = -1;
-  std::vector<hsize_t> shape_;  // of the last dataset
+  std::vector<hsize_t> shape_;  // of the last dataset read
 };
 
 TEST_F(Hdf5View, ShowsWholeParametersInTheirShape) {
@@ -243,7 +243,7 @@ TEST_F(Hdf5View, ConvertsSixteenBitFloats) {
   EXPECT_EQ(floats("gradients/f16"), (std::vector<float>{1, -2.5F, kInf, 0x1p-24F}));
 }
 
-// Arrays of a hop's state, more than a block of them.
+// Arrays of a hop's state that need more than one block.
 struct SomeHopState {
   std::vector<float> values = std::vector<float>(70'000, 0.25F);
   std::vector<std::uint8_t> codes{1, 2, 255};
@@ -315,7 +315,7 @@ TEST_F(Hdf5View, ShowsTheStateOfAHop) {
   EXPECT_EQ(floats("hop_state/steps"), std::vector<float>{12});
 }
 
-// How the golden file of the newest version was made: --gtest_also_run_disabled_tests.
+// Made the golden file of the newest version. Run it with --gtest_also_run_disabled_tests.
 TEST(Snapshot, DISABLED_WritesTheGoldenFile) {
   const std::vector<NamedGradient> gradients{
       {"layer/weight", {3, 2}, {0.5F, -1, 1.5F, -2, 2.5F, -3}}, {"scale", {}, {0x1p-149F}}};
@@ -344,7 +344,7 @@ TEST(Snapshot, ReadsTheGoldenFileOfVersion2) {
   }
 }
 
-// Files of every version stay readable. When this fails, a new schema version is due.
+// Files of every version stay readable. If this fails, the format needs a new schema version.
 TEST(Snapshot, ReadsTheGoldenFile) {
   const Snapshot snapshot = Snapshot::open(std::filesystem::path(HSDP_GOLDEN_DIR) / "schema_1");
   EXPECT_EQ(snapshot.info().id, "00112233445566778899aabbccddeeff");

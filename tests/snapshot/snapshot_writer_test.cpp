@@ -1,4 +1,4 @@
-// Writing in the background, and what happens when the disk does not play along.
+// Writing in the background, and what happens when the disk fails.
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <sys/mount.h>
@@ -100,7 +100,7 @@ TEST(SnapshotWriter, WritesFromManyThreadsAtOnce) {
   }
 }
 
-// Of a larger mesh: files of ranks that the new one does not have are gone, others stay.
+// Files of ranks that the new mesh does not have are removed; files that are no snapshots stay.
 TEST(SnapshotFile, ReplacesAnEarlierOneOfALargerMesh) {
   const TemporaryDirectory folder;
   write_mesh(folder / "s", some_gradients(1), mesh_info(2, 2));
@@ -118,13 +118,13 @@ TEST(SnapshotFile, ReplacesAnEarlierOneOfALargerMesh) {
   EXPECT_EQ(read_all(Snapshot::open(folder / "s"), 0), gradients[0].data);
   EXPECT_EQ(names_in(folder / "s"), (std::vector<std::string>{"rank_00000.h5", "rank_00001.h5",
                                                               "rank_00007.h5.old", "rank_7.h5"}));
-  // Plain arrays of one rank, into the same folder.
+  // Writes plain arrays of one rank into the same folder.
   write_snapshot(folder / "s", mesh_info(1, 1, "full"),
                  slices_of(gradients, mesh_info(1, 1, "full")));
   EXPECT_EQ(read_all(Snapshot::open(folder / "s"), 0), gradients[0].data);
 }
 
-// Readers refuse the folder, but the data of others is theirs.
+// Readers refuse the folder, but other programs' files must not be deleted.
 TEST(SnapshotFile, RemovesNoFilesButSnapshots) {
   const TemporaryDirectory folder;
   write_mesh(folder / "s", some_gradients(1), mesh_info(2, 2));
@@ -141,8 +141,8 @@ TEST(SnapshotFile, RemovesNoFilesButSnapshots) {
   EXPECT_THROW(static_cast<void>(Snapshot::open(folder / "s")), SnapshotError);
 }
 
-// Small file systems, in a mount namespace of a child: too small for the data, for the structure,
-// for anything.
+// Writes to small file systems in a mount namespace of a child process. They have no room for the
+// data, for the file's structure, or for anything.
 int fill_disks(const std::filesystem::path& folder) {
   if (::unshare(CLONE_NEWNS) != 0 ||
       ::mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0) {
@@ -158,7 +158,7 @@ int fill_disks(const std::filesystem::path& folder) {
     }
     ::umount(folder.c_str());
   }
-  // The process can go on.
+  // The process can still write.
   write_mesh(folder, some_gradients(), mesh_info(1, 1));
   return Snapshot::open(folder).parameters().size() == some_gradients().size() ? 0 : 3;
 }
@@ -175,7 +175,7 @@ TEST(SnapshotFile, LeavesNothingOnAFullDisk) {
   EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 
-// Killed at many moments: the name holds the old file or the new one, whole.
+// Kills the writer at many moments. The file must be the old one or the new one, complete.
 TEST(SnapshotFile, IsOldOrNewWhenItsWriterIsKilled) {
   const TemporaryDirectory folder;
   const auto old_gradients = some_gradients(1);

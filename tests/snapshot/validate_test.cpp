@@ -15,7 +15,7 @@ using namespace hsdp::testing;
 
 class Validate : public ::testing::Test {
  protected:
-  // Rank 3 of a 2x2 mesh holds other data than rank 1.
+  // Gives rank 3 of a 2x2 mesh different data from rank 1.
   void write_unequal(const std::vector<NamedGradient>& gradients,
                      const std::vector<NamedGradient>& others, SnapshotInfo info) {
     write_mesh(folder_ / "s", gradients, info);
@@ -44,7 +44,7 @@ TEST_F(Validate, PassesSoundSnapshots) {
   EXPECT_NEAR(validation.parameters[6].norm, static_cast<double>(std::sqrt(squared)), 1e-9);
 }
 
-// Of layout "full" every rank holds a copy.
+// With layout "full" every rank holds a copy.
 TEST_F(Validate, FindsUnequalCopies) {
   const struct {
     const char* layout;
@@ -86,7 +86,7 @@ TEST_F(Validate, FindsNanAndInfinity) {
   EXPECT_TRUE(std::isfinite(validation.parameters[0].norm));
 }
 
-// A NaN in the second replica of a partial is found, too.
+// A NaN in a partial of the second replica is also found.
 TEST_F(Validate, LooksAtEveryPartial) {
   SnapshotInfo info = mesh_info(2, 2);
   info.partial = true;

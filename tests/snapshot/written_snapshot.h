@@ -1,4 +1,4 @@
-// Snapshots of known gradients on any mesh, for tests.
+// Writes snapshots of known gradients on any mesh.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -32,7 +32,8 @@ inline std::vector<float> random_values(std::int64_t count, unsigned seed) {
   return values;
 }
 
-// Odd shapes, an empty parameter, a scalar, names that are hard on HDF5, several checksum blocks.
+// Odd shapes, an empty parameter, a scalar, names that HDF5 cannot take as they are, and more than
+// one checksum block.
 inline std::vector<NamedGradient> some_gradients(unsigned seed = 1) {
   std::vector<NamedGradient> gradients;
   const std::vector<std::pair<std::string, Shape>> facts{{"layer.0.weight", {5, 3}},
@@ -95,12 +96,12 @@ inline std::vector<SnapshotEntry> slices_of(const std::vector<NamedGradient>& gr
   return entries;
 }
 
-// Entries are views: temporaries would be gone before they are written.
+// The entries are views, so a temporary would be destroyed before they are written.
 std::vector<SnapshotEntry> slices_of(std::vector<NamedGradient>&& gradients,
                                      const SnapshotInfo& info,
                                      Dtype reduce_dtype = Dtype::kF32) = delete;
 
-// One file per rank; every replica holds the same.
+// Writes one file per rank; all replicas have the same data.
 inline void write_mesh(const std::filesystem::path& path,
                        const std::vector<NamedGradient>& gradients, SnapshotInfo info,
                        Dtype reduce_dtype = Dtype::kF32) {

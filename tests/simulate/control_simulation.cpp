@@ -23,13 +23,13 @@ namespace {
 
 constexpr std::int64_t kTickUs = 1'000 * comm::OwnClock::kTick.count();
 constexpr std::int64_t kPromisedUs = 2'000'000;
-// From the end of a process to when the other ends of its connections see it, up to twice.
+// How long after the end of a process its peers see their connections close; up to twice that.
 constexpr std::int64_t kSeenAfterUs = 1'000;
 constexpr comm::WaitState kWaiting{.operation = "status"};
 
 std::string word_key(int word) { return "reducer/word/" + std::to_string(word); }
 
-// As a Reducer with an optimizer says it.
+// The status word of a Reducer with an optimizer.
 reducer::StatusWord word_of(int rank, int word, bool equal) {
   return {.call = reducer::kMicrobatchCall,
           .step = word,
@@ -46,8 +46,8 @@ struct ControlSimulation::Node {
   std::unique_ptr<comm::ControlRelay> relay;
   bool lives = true;
   std::int64_t busy_until_us = 0;
-  int words = 0;  // answered
-  int slot = -1;  // of the wait for the next one
+  int words = 0;  // words answered
+  int slot = -1;  // begin_wait()'s slot while it waits for the next one
   bool waits = false;
 };
 
@@ -175,7 +175,7 @@ void ControlSimulation::send(int from, int to, FrameBytes frame) {
   std::int64_t& arrival = last_arrival_us_[{from, to}];
   arrival = std::max(arrival, busy + up_to_twice(options_.hop_us));
   at(arrival, [this, from, to, takes, leaves = busy, frame = std::move(frame)] {
-    // What had not left a process when it ended never does.
+    // A message that had not left its process when that ended is lost.
     if (!node(from).lives && leaves > outcome_.killed_us) return;
     std::int64_t& receiver = node(to).busy_until_us;
     receiver = std::max(receiver, now_us_) + takes;
@@ -230,7 +230,7 @@ void ControlSimulation::post(int rank) {
   look(rank);
 }
 
-// Whether the answer has come, or the end of the world.
+// Checks whether the answer has come, or the world has ended.
 void ControlSimulation::look(int rank) {
   Node& own = node(rank);
   auto& end = outcome_.ends[static_cast<std::size_t>(rank)];
@@ -258,7 +258,7 @@ void ControlSimulation::look(int rank) {
   }
 }
 
-// Its data links break.
+// Breaks the data links of a rank.
 void ControlSimulation::leave(int rank) {
   for (const int peer :
        {rank - options_.ranks_per_host, (rank + options_.ranks_per_host) % options_.size()}) {
@@ -322,7 +322,7 @@ bool ControlSimulation::is_over() const {
 
 Outcome ControlSimulation::run() {
   const std::int64_t most_us =
-      1'000 * options_.timeout.count() + 2 * kPromisedUs;  // after the kill, or without one
+      1'000 * options_.timeout.count() + 2 * kPromisedUs;  // after the kill
   while (!events_.empty() && !is_over()) {
     if (outcome_.events == options_.kill_at) kill();
     if (outcome_.killed_us >= 0 && now_us_ - outcome_.killed_us > most_us) break;
@@ -337,14 +337,14 @@ Outcome ControlSimulation::run() {
   return outcome_;
 }
 
-// One between it and rank 0 has died, or rank 0 itself.
+// Whether the rank, one between it and rank 0, or rank 0 itself has died.
 bool ControlSimulation::is_cut_off(int rank) const {
   while (rank > 0 && nodes_[static_cast<std::size_t>(rank)]->lives) rank = tree_.parent(rank);
   return !nodes_[static_cast<std::size_t>(rank)]->lives;
 }
 
-// Every survivor raises within 2 s, those joined to rank 0 all the same kind of error for the same
-// ranks; only the dead are named; a word has one answer.
+// The promises: every survivor raises within 2 s. Survivors that still reach rank 0 raise the same
+// kind of error and name the same ranks. Errors name only dead ranks. A word has one answer.
 std::vector<std::string> ControlSimulation::broken_promises() const {
   std::vector<std::string> broken = second_answers_;
   const RankEnd* first = nullptr;

@@ -1,12 +1,12 @@
-// A world of any size in one thread and virtual time: the control plane's own hub, relays and
-// members, with links whose messages take time, ranks that meet in words, and processes that are
-// killed. Each rank also has a data link to one of the next host: it breaks with either process,
-// and a rank whose world has ended leaves.
+// Simulates a world of any size in one thread and virtual time. It runs the real hub, relays and
+// members of the control plane over links whose messages take time. Ranks exchange status words,
+// and processes are killed. Each rank also has a data link to a rank of the next host, which breaks
+// when either process ends; a rank whose world has ended leaves.
 //
-// A message takes its sender and its receiver `message_us` each, and a microsecond more for each
-// `bytes_per_us`, one message after the other, and `hop_us` between them, up to twice that by the
-// seed. Messages on one link keep their order. The
-// same options and seed give the same run.
+// A message occupies its sender and its receiver for `message_us` each, plus a microsecond per
+// `bytes_per_us`; each handles one message at a time. Between them it takes `hop_us`, or up to
+// twice that, as the seed decides. Messages on one link keep their order. The same options and seed
+// give the same run.
 #pragma once
 
 #include <cstdint>
@@ -30,29 +30,29 @@ struct Options {
   int hosts = 1;
   int ranks_per_host = 8;
   int words = 10;
-  bool equal_words = true;  // else each rank says something else
+  bool equal_words = true;  // else each rank sends a different word
   int fan_out = comm::ControlTree::kFanOut;
   std::int64_t message_us = 5;
   std::int64_t bytes_per_us = 1'500;
   std::int64_t hop_us = 20;
-  std::int64_t compute_us = 2'000;  // of a rank between two words, up to twice that
+  std::int64_t compute_us = 2'000;  // between two words of a rank, up to twice that
   std::chrono::milliseconds timeout{30'000};
-  // How long a rank waits for the reason when a data link breaks, as TcpChannel does.
+  // How long a rank waits for the reason when a data link breaks, like TcpChannel.
   std::chrono::milliseconds patience{1'000};
   std::uint64_t seed = 1;
-  // Before the event of that number, these ranks' processes end.
+  // The processes of the `killed` ranks end before event `kill_at`.
   std::int64_t kill_at = -1;
   std::vector<int> killed;
-  // A planted fault: this rank is never told that the world has ended.
+  // A planted fault: this rank never hears that the world has ended.
   int untold = -1;
 
   [[nodiscard]] int size() const { return hosts * ranks_per_host; }
 };
 
-// What the link of a rank to its parent carried, from the parent's side; beats are left out.
+// What a rank's link to its parent carried, seen from the parent; heartbeats are not counted.
 struct LinkLoad {
   int parent = 0;
-  int depth = 1;  // of the rank: 1 speaks to rank 0 itself
+  int depth = 1;  // of the rank; at 1 it is linked to rank 0 directly
   std::int64_t messages_out = 0;
   std::int64_t bytes_out = 0;
   std::int64_t messages_in = 0;
@@ -61,7 +61,7 @@ struct LinkLoad {
 
 struct RankEnd {
   std::int64_t at_us = 0;
-  std::string kind;  // of the error
+  std::string kind;  // type of the error
   std::string message;
   std::vector<int> ranks;
 };
@@ -71,9 +71,9 @@ struct Outcome {
   std::int64_t end_us = 0;
   std::int64_t killed_us = -1;
   std::map<int, LinkLoad> links;             // by rank
-  std::vector<std::int64_t> word_us;         // from the last rank's post to the last one's answer
+  std::vector<std::int64_t> word_us;         // from the last post of a word to its last answer
   std::vector<std::optional<RankEnd>> ends;  // by rank: how its world ended, if it did
-  std::vector<std::string> broken_promises;  // of those in docs/scale.md
+  std::vector<std::string> broken_promises;  // see docs/scale.md
 };
 
 class ControlSimulation {
@@ -83,7 +83,7 @@ class ControlSimulation {
   ControlSimulation(const ControlSimulation&) = delete;
   ControlSimulation& operator=(const ControlSimulation&) = delete;
 
-  // Until all words are said, or every survivor knows that the world has ended.
+  // Runs until all words are answered, or every survivor knows that the world has ended.
   [[nodiscard]] Outcome run();
 
  private:
@@ -91,7 +91,7 @@ class ControlSimulation {
   struct Node;
   struct Event {
     std::int64_t at_us;
-    std::int64_t number;  // in the order in which they were made
+    std::int64_t number;  // events count up as they are made
     std::function<void()> act;
     friend bool operator<(const Event& a, const Event& b) {
       return std::pair(a.at_us, a.number) > std::pair(b.at_us, b.number);
@@ -101,7 +101,7 @@ class ControlSimulation {
   [[nodiscard]] static std::int64_t now_ms(const void* simulation) {
     return static_cast<const ControlSimulation*>(simulation)->now_us_ / 1'000;
   }
-  // Of its exchange.
+  // The name of the word's exchange.
   [[nodiscard]] const std::string& word_name(int word);
   void enter_tree();
   void at(std::int64_t us, std::function<void()> act);
@@ -136,9 +136,9 @@ class ControlSimulation {
   std::unique_ptr<comm::ControlHub> hub_;
   std::map<std::pair<int, int>, std::int64_t> last_arrival_us_;
   std::vector<int> everyone_;
-  std::uint64_t world_id_ = 0;          // of the group of everyone
-  std::map<int, std::string> names_;    // of words' exchanges
-  std::map<int, std::string> answers_;  // the first to each word
+  std::uint64_t world_id_ = 0;          // id of the group of all ranks
+  std::map<int, std::string> names_;    // of the exchanges, by word
+  std::map<int, std::string> answers_;  // the first answer to each word
   std::vector<std::string> second_answers_;
   std::vector<std::int64_t> posted_us_;
   Outcome outcome_;

@@ -1,4 +1,4 @@
-// The control plane in virtual time, and the simulator itself.
+// Tests the control plane in virtual time, and the simulator itself.
 #include "tests/simulate/control_simulation.h"
 
 #include <gmock/gmock.h>
@@ -18,7 +18,7 @@ using ::testing::IsEmpty;
 
 Outcome run(const Options& options) { return ControlSimulation(options).run(); }
 
-// Kills before the event of that number, which has to come.
+// Kills these ranks before `event`, which must occur.
 void expect_promises_kept(Options options, std::int64_t event, std::vector<int> killed) {
   options.kill_at = event;
   options.killed = std::move(killed);
@@ -29,7 +29,7 @@ void expect_promises_kept(Options options, std::int64_t event, std::vector<int> 
       << event << " of seed " << options.seed;
 }
 
-// A relay names the group of all ranks with the first word.
+// With the first word a relay also names the group of all ranks, so the first word is subtracted.
 TEST(ControlSimulation, EveryLinkCarriesOneMessageEachWayAWord) {
   for (const int hosts : {1, 8, 64}) {
     Options options{.hosts = hosts, .words = 1};
@@ -77,7 +77,7 @@ TEST(ControlSimulation, ASeedGivesOneRunAndAnotherAnother) {
   EXPECT_NE(times(1), times(2));
 }
 
-// All of one rank, of one host, and two of different hosts.
+// Each single rank, each whole host, and two ranks of different hosts.
 std::vector<std::vector<int>> victims_of(const Options& options) {
   std::vector<std::vector<int>> victims;
   for (int rank = 0; rank < options.size(); ++rank) victims.push_back({rank});
@@ -91,7 +91,7 @@ std::vector<std::vector<int>> victims_of(const Options& options) {
   return victims;
 }
 
-// At every event, where ranks speak to rank 0 themselves, and through up to two others.
+// Kills at every event, with ranks linked to rank 0 directly and through up to two others.
 TEST(ControlSimulation, WhoeverIsKilledWheneverIsNamedByAllWithinTwoSeconds) {
   for (Options options : {Options{.hosts = 2, .ranks_per_host = 3},
                           Options{.hosts = 2, .ranks_per_host = 4, .fan_out = 2}}) {
@@ -108,7 +108,7 @@ TEST(ControlSimulation, WhoeverIsKilledWheneverIsNamedByAllWithinTwoSeconds) {
   }
 }
 
-// 64 ranks, of which some speak through two others, and 4,096. HSDP_SEEDS asks for more kills.
+// 64 ranks, some linked through two others, and 4,096 ranks. HSDP_SEEDS sets the number of kills.
 TEST(ControlSimulation, LargeWorldsKeepTheirPromisesToo) {
   const char* const asked = std::getenv("HSDP_SEEDS");
   const int seeds = asked != nullptr ? std::stoi(asked) : 3;
@@ -128,8 +128,8 @@ TEST(ControlSimulation, LargeWorldsKeepTheirPromisesToo) {
   }
 }
 
-// A test of the tests above: a rank that takes the first broken data link for the death of its peer
-// names one that has left as the world ended.
+// Tests the tests above: a rank that blames the peer of the first broken data link names one that
+// is alive and only left because the world had ended.
 TEST(ControlSimulation, WithoutPatienceWithDataLinksTheLivingAreNamed) {
   Options options{.hosts = 4, .ranks_per_host = 8, .words = 2, .patience = {}};
   options.fan_out = 2;

@@ -1,4 +1,4 @@
-// What the control plane sends and how long a word takes it, by the number of ranks.
+// Prints what the control plane sends and how long a word takes, by the number of ranks.
 // Usage: simulate_control [--hosts N] [--ranks-per-host N] [--words N] [--seed N] [--fan-out N]
 //        [--kill RANK...]
 // Exit status: 0, 1 when a promise is broken, 2 on bad usage.
@@ -21,12 +21,12 @@ struct Row {
   int hosts = 0;
   int ranks = 0;
   int links = 0;        // of rank 0
-  double messages = 0;  // of rank 0, a word, both ways
-  double most_out = 0;  // bytes of the busiest link, a word
+  double messages = 0;  // of rank 0 per word, both ways
+  double most_out = 0;  // bytes per word on the busiest link
   double most_in = 0;
   double all_out = 0;  // bytes of rank 0
   double all_in = 0;
-  double ms = 0;  // the median word
+  double ms = 0;  // of the median word
 };
 
 Row measured(const Options& options, const Outcome& outcome) {
@@ -58,7 +58,7 @@ void print_table(const std::vector<Row>& rows) {
   }
 }
 
-// Of the last row.
+// Prints the traffic of the last row by level of the tree.
 void print_levels(const Options& options, const Outcome& outcome) {
   struct Level {
     int links = 0;
@@ -92,7 +92,7 @@ void print_bars(const char* title, const std::vector<Row>& rows, double Row::*va
   }
 }
 
-// One host, and eight times as many until those that are asked for.
+// 1, 8, 64 ... hosts, and at last `most`.
 std::vector<int> host_counts(int most) {
   std::vector<int> counts;
   for (int hosts = 1; hosts < most; hosts *= 8) counts.push_back(hosts);

@@ -1,5 +1,5 @@
-// Any bytes as any message of the control connection: none may harm whoever decodes them, and what
-// was decoded is encoded to the same again.
+// Decodes arbitrary bytes as each message of the control connection. Decoding must do no harm, and
+// what it yields must survive being encoded and decoded again.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -23,7 +23,7 @@ void decode(std::string_view bytes) {
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::string_view bytes(reinterpret_cast<const char*>(data), size);
-  static_cast<void>(hsdp::comm::JoinFrame::decode(bytes));  // of an old version, too
+  static_cast<void>(hsdp::comm::JoinFrame::decode(bytes));  // also accepts an old version
   decode<hsdp::comm::WelcomeFrame>(bytes);
   decode<hsdp::comm::GroupFrame>(bytes);
   decode<hsdp::comm::PostFrame>(bytes);

@@ -1,8 +1,8 @@
-// Any bytes as a snapshot file: opening, validating and comparing must end in a result or an
-// hsdp::Error, in bounded memory and time.
+// Reads arbitrary bytes as a snapshot file. Opening, validating and comparing it must end in a
+// result or an hsdp::Error, within bounded memory and time.
 //
-// Checksums would stop nearly every mutation at the door. So when the last byte is odd, the header
-// is sealed again after the mutation, and what lies behind it is reached.
+// The structure's checksum would reject nearly every mutation. So if the last byte is odd, the
+// fuzzer recomputes it after the mutation, to reach the code behind that check.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -39,7 +39,7 @@ void seal(std::vector<std::byte>& file) {
     }
     prefix.structure_checksum = sum.value();
   } catch (const hsdp::Error&) {
-    // The reader will say the same.
+    // The reader reports the same.
   }
   const hsdp::PrefixBytes bytes = hsdp::encode_prefix(prefix, json);
   std::memcpy(file.data(), bytes.data(), bytes.size());

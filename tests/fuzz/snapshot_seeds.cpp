@@ -1,5 +1,5 @@
-// Writes small snapshot files into a folder, for the fuzzer to start from. Each is written twice:
-// the last byte tells the fuzzer whether to seal what it changed again.
+// Writes small snapshot files into a folder, for the fuzzer to start from. It writes each one
+// twice: the last byte tells the fuzzer whether to recompute the checksum after a mutation.
 #include <cstdint>
 #include <filesystem>
 #include <fstream>

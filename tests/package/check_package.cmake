@@ -47,14 +47,14 @@ if(NOT output MATCHES "1/32")
   message(FATAL_ERROR "package: the consumer printed: ${output}")
 endif()
 
-# The installed tools find their library without help.
+# The installed tools must find their library without LD_LIBRARY_PATH.
 foreach(tool IN ITEMS hsdp_check hsdp_plan hsdp_run)
   if(EXISTS ${prefix}/bin/${tool})
     run("running ${tool} --help" ${prefix}/bin/${tool} --help)
   endif()
 endforeach()
 
-# What was installed knows neither the source tree nor the build tree.
+# Installed files must not refer to the source tree or the build tree.
 file(GLOB_RECURSE configs ${prefix}/*.cmake)
 foreach(config IN LISTS configs)
   file(READ ${config} text)

@@ -1,7 +1,7 @@
-"""Whether the hsdp that is installed here works: ranks meet, reduce and write what hsdp_check accepts.
+"""Checks that the installed hsdp works: ranks meet, reduce and write what hsdp_check accepts.
 
-Run it with the environment's own Python, whose bin folder is on the PATH. It needs NumPy alone; with torch it
-trains a model, too.
+Run it with the environment's own Python, whose bin folder must be on the PATH. It needs only NumPy; with torch
+it also trains a model.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ with hsdp.init_mesh(replicate=2, shard=2) as mesh:
     reducer.save_snapshot(sys.argv[1], step=1)
 """
 
-#: attached, at stages 2 and 3, with a clipped norm and a checkpoint
+# Trains attached, at stages 2 and 3, with a clipped norm and a checkpoint.
 TORCH_RANK = """
 import sys, warnings
 warnings.simplefilter("error", RuntimeWarning)  # a torch that is newer than hsdp knows
@@ -71,7 +71,7 @@ def run(*command: str) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
-        os.chdir(folder)  # so that only what is installed can be imported
+        os.chdir(folder)  # so that Python imports only installed packages
         (folder / "rank.py").write_text(RANK)
         run("hsdp_run", "-n", "4", sys.executable, "rank.py", "snapshot")
         verdict = run("hsdp_check", "snapshot")

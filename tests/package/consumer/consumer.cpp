@@ -1,4 +1,4 @@
-// A project of its own that uses the installed library: a world, a sum, and a file that is none.
+// Uses the installed library: connects a world, reduces, and opens a missing snapshot.
 #include <cstdio>
 
 #include "hsdp/comm/world.h"

@@ -1,4 +1,4 @@
-"""Runs an example on four ranks and looks at what it prints: check_example.py NAME LAUNCHER... PROGRAM."""
+"""Runs an example on four ranks and checks what it prints: check_example.py NAME LAUNCHER... PROGRAM."""
 
 import re
 import subprocess

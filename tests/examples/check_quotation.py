@@ -1,4 +1,4 @@
-"""README.md quotes the smallest example: the block and the file must be the same, to the letter."""
+"""Checks that README.md quotes the smallest example exactly."""
 
 import difflib
 import pathlib

@@ -1,4 +1,4 @@
-// Every verdict can be a bad one.
+// Every claim can fail.
 #include "examples/demo/claims.h"
 
 #include <gmock/gmock.h>

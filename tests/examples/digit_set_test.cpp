@@ -78,7 +78,7 @@ TEST(BatchOrder, EachEpochHoldsEachImageOnceInAnOrderOfItsOwn) {
     std::sort(epoch.begin(), epoch.end());
     EXPECT_EQ(epoch, all);
   }
-  // Asked in another way and out of order: the same.
+  // Asking in another way and out of order gives the same batches.
   BatchOrder again(101, 7);
   EXPECT_EQ(again.indices(101, 101), second);
   EXPECT_EQ(again.indices(90, 11), std::vector<std::size_t>(first.end() - 11, first.end()));

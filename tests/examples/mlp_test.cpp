@@ -1,5 +1,5 @@
-// Two independent implementations of one network, and difference quotients that settle who is
-// right.
+// Compares two independent implementations of one network with each other and with difference
+// quotients.
 #include "examples/digits/mlp.h"
 
 #include <gtest/gtest.h>

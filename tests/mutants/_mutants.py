@@ -1,4 +1,4 @@
-"""The switch of faults planted in Python, where switch.h is that of faults in C++."""
+"""The switch of the faults planted in Python, like switch.h for C++."""
 
 import os
 import pathlib

@@ -1,5 +1,5 @@
-"""The faults that can be planted in a source in C++, found by the look of the formatted text. What then does not
-compile is left out by run.py.
+"""Finds the faults that can be planted in a C++ source by patterns in the formatted text. run.py leaves out those
+that do not compile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COMPARISON = re.compile(r" (<=|>=|==|!=|<|>) ")
 _CALL = re.compile(r"^[ ]+((?:[\w:]+(?:\(\))?(?:\.|->))*[\w:]+(?:<[\w:]+>)?\()", re.MULTILINE)
 _NO_CALL = re.compile(r"(?:return|if|for|while|switch|static_assert|throw|else|sizeof|decltype|using)\b|[A-Z_]+\(")
 _NUMBER = re.compile(r"(?<![\w.'\[<])(?<!e[-+])(?:0x[0-9a-fA-F]+|\d+(?:'\d+)*)(?:U|L|UL|ULL)?(?![\w.'>])")
-# Where the compiler needs a constant, or text is no expression.
+# Lines where the compiler needs a constant, or where the text is no expression.
 _FIXED = re.compile(r"^\s*#|\b(?:constexpr|static_assert|template|operator|case|enum|alignas|requires|using|extern)\b")
 _OPENING, _CLOSING = "([{", ")]}"
 
@@ -56,7 +56,7 @@ def find_faults(file: str, source: str) -> list[Fault]:
 
 
 def _closing(code: str, opening: int) -> int:
-    """Where the bracket ends that opens there."""
+    """The place of the bracket that closes the one at `opening`."""
     depth = 0
     for place in range(opening, len(code)):
         depth += (code[place] in _OPENING) - (code[place] in _CLOSING)
@@ -66,7 +66,7 @@ def _closing(code: str, opening: int) -> int:
 
 
 def _conditions(code: str) -> Iterator[tuple[int, int]]:
-    """Expressions alone: no declaration, and no statement before it."""
+    """Yields the conditions that are expressions, without a declaration or an initial statement."""
     for match in _CONDITION.finditer(code):
         end = _closing(code, match.end() - 1)
         if not re.search(r";| = ", code[match.end() : end]):
@@ -74,7 +74,7 @@ def _conditions(code: str) -> Iterator[tuple[int, int]]:
 
 
 def _operands(code: str, left: int, right: int) -> tuple[int, int]:
-    """Where the two sides of a comparison begin and end."""
+    """Returns where the left side of a comparison begins and the right side ends."""
     begin, depth = left, 0
     while begin > 0:
         before = code[begin - 1]

@@ -1,7 +1,7 @@
-"""A fault that can be planted: some text of a source and what stands there instead, chosen when the program runs.
+"""A fault that can be planted: some text of a source and its replacement, chosen when the program runs.
 
-All chosen faults are in one build, each behind a switch: `fault(7)` is true in a process with HSDP_FAULT=7.
-So nothing is built again between two faults, and a first run without any tells which tests reach which.
+One build has all chosen faults, each behind a switch: `fault(7)` is true in a process with HSDP_FAULT=7.
+So nothing is rebuilt between two faults, and a first run without a fault shows which tests reach which fault.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 class Fault(NamedTuple):
     file: str
-    begin: int  # of the text, in the file
+    begin: int  # where the text begins in the file
     end: int
     line: int
     kind: str
@@ -29,13 +29,13 @@ def _short(text: str) -> str:
 
 
 def plant(source: str, faults: dict[int, Fault]) -> str:
-    """The source with these faults of it, by number; of two that overlap none may be there."""
+    """Returns the source with these faults, by number. No two may overlap."""
     for number, fault in sorted(faults.items(), key=lambda item: -item[1].begin):
         assert source[fault.begin : fault.end] == fault.text, fault
         source = source[: fault.begin] + fault.planted.replace("NUMBER", str(number)) + source[fault.end :]
     return source
 
 
-# Each comparison with its opposite, and with the one whose bound lies one further on.
+# The opposite of each comparison, and the one whose bound is one off.
 OPPOSITE = {"<": ">=", "<=": ">", ">": "<=", ">=": "<", "==": "!=", "!=": "=="}
 MOVED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">"}

@@ -1,4 +1,4 @@
-"""The faults that can be planted in a source in Python."""
+"""Finds the faults that can be planted in a Python source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SIGNS = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", 
 
 
 def with_switch(source: str) -> str:
-    """Planted faults look for their switch. Lines keep their numbers."""
+    """Imports the switch of the planted faults without changing line numbers."""
     after = "from __future__ import annotations"
     assert after in source
     return source.replace(after, f"{after}; from hsdp import _mutants", 1)
@@ -32,7 +32,7 @@ class _Finder(ast.NodeVisitor):
         self.visit(ast.parse(source))
 
     def _place(self, line: int, column: int) -> int:
-        """Columns of syntax trees count bytes."""
+        """The index of a place in the source. Columns of syntax trees count bytes."""
         begin = self._lines[line - 1]
         text = self.source[begin : self._lines[line]]
         return begin + len(text.encode()[:column].decode())
@@ -69,7 +69,7 @@ class _Finder(ast.NodeVisitor):
     def visit_Expr(self, node: ast.Expr) -> None:
         if isinstance(node.value, ast.Call):
             self._add(node.value, "call left out", "None")
-        if not isinstance(node.value, ast.Constant):  # a docstring
+        if not isinstance(node.value, ast.Constant):  # a constant here is a docstring
             self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
@@ -78,7 +78,7 @@ class _Finder(ast.NodeVisitor):
         elif isinstance(node.value, int):
             self._add(node, "constant changed", str(node.value + 1))
 
-    # Annotations are not run, and within text and patterns nothing can be planted.
+    # Annotations are not run. Nothing can be planted within f-strings and match patterns.
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value:
             self.visit(node.value)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Plants faults in the product, one at a time, and tells which of them no test sees: `make mutants`.
+"""Plants faults in the product, one at a time, and reports those that no test detects: `make mutants`.
 
     make mutants ARGS="--seed 5 --count 40 --files 'hsdp/reducer/*'"
 
-A copy of the sources with all chosen faults is built once in build/mutants; fault.py says how. The tests run once
-without a fault, then, for each fault, those that reach it, shortest first, until one fails. A seed and the product's
-sources decide on the faults, so two states of the tests can be compared.
+It builds a copy of the sources with all chosen faults once, in build/mutants; fault.py says how. The tests run once
+without a fault. Then, for each fault, the tests that reach it run, shortest first, until one fails. The seed and
+the product's sources determine the faults, so two states of the tests can be compared.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ WORK = ROOT / "build" / "mutants"
 TREE = WORK / "tree"
 BUILD = TREE / "build" / "release"
 PRODUCT = ("hsdp/*", "zero/*", "quant/*", "bindings/*")
-NOT_TESTED = {"nightly", "package"}  # labels; a package is built from sources of its own
-DATA_BYTES = 8 << 30  # of a process that a fault makes insatiable
+NOT_TESTED = {"nightly", "package"}  # labels; package tests build from sources without the faults
+DATA_BYTES = 8 << 30  # memory limit of a process: a fault may make it allocate without end
 
 
 def finder_of(file: str) -> Any:
-    """The module for its language; None for what has no faults."""
+    """The module that finds faults in the file's language; None if no faults are planted in the file."""
     if file.endswith((".cpp", ".h", ".cu", ".cuh")):
         return cpp_faults
     return python_faults if file.startswith("bindings/hsdp/") and file.endswith(".py") else None
@@ -54,7 +54,7 @@ def tracked() -> list[str]:
 
 
 def choose(files: list[str], seed: int, count: int, only: list[str]) -> dict[int, Fault]:
-    """By number, from 1: somewhat more than wanted, as some will not compile, and none overlap."""
+    """Chooses faults that do not overlap, by number from 1: more than `count`, as some will not compile."""
     faults = [
         fault for file in files if (finder := finder_of(file))
         for fault in finder.find_faults(file, (ROOT / file).read_text())
@@ -70,7 +70,7 @@ def choose(files: list[str], seed: int, count: int, only: list[str]) -> dict[int
 
 
 def write_tree(chosen: dict[int, Fault]) -> None:
-    """Leaves alone what stays as it is, or it would be built again."""
+    """Writes only files that change, so that the others are not rebuilt."""
     files = tracked()
     for old in TREE.rglob("*") if TREE.exists() else ():
         name = str(old.relative_to(TREE))
@@ -95,7 +95,7 @@ def write_tree(chosen: dict[int, Fault]) -> None:
 
 
 def build(jobs: int) -> str:
-    """What the compiler said, if anything is wrong."""
+    """Returns the compiler's output if the build fails, else nothing."""
     for command in (
         ["cmake", "--preset", "release"],
         ["cmake", "--build", "--preset", "release", "-j", str(jobs), "--", "-k", "0"],
@@ -116,7 +116,7 @@ def build_what_compiles(chosen: dict[int, Fault], jobs: int) -> None:
         wrong = set()
         for path, line in places:
             file = str(pathlib.Path(path).resolve()).removeprefix(f"{TREE}/")
-            # A line lower than in the source, as the switch stands above it; a condition may go over some lines.
+            # The include of the switch moves each line down by one; a condition may span several lines.
             wrong |= {
                 n for n, f in chosen.items()
                 if f.file == file and f.line <= int(line) - 1 <= f.line + f.text.count("\n")
@@ -176,7 +176,7 @@ def run(test: Test, limit_s: float, **environment: str) -> Outcome:
 
 
 def run_without_faults(tests: list[Test], jobs: int) -> dict[str, tuple[float, set[int]]]:
-    """Of each test that passes: how long it took, and the faults that it reaches."""
+    """For each test that passes: its seconds, and the faults that it reaches."""
     reached = WORK / "reached"
     shutil.rmtree(reached, ignore_errors=True)
     found = {}

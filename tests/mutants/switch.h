@@ -1,5 +1,5 @@
-// The switch of faults planted in C++: what fault.py says. A fork of a process keeps its parent's
-// fault.
+// The switch of the faults planted in C++; fault.py explains it. A forked process keeps its
+// parent's fault.
 #pragma once
 
 #include <fcntl.h>
@@ -15,7 +15,7 @@ namespace hsdp_mutants {
 
 inline constexpr int kMost = 4096;
 
-// Creates a file of the fault's name in the folder HSDP_FAULTS_REACHED.
+// Creates a file named after the fault in the folder HSDP_FAULTS_REACHED.
 inline void tell_that_it_is_reached(int number) {
   static std::array<std::atomic<bool>, kMost> told;
   static const char* const folder = std::getenv("HSDP_FAULTS_REACHED");
@@ -33,7 +33,7 @@ inline bool is_active(int number) {
   return number == active;
 }
 
-// What the compiler computes itself has no fault.
+// A fault is never active in code that the compiler evaluates.
 constexpr bool fault(int number) {
   return std::is_constant_evaluated() ? false : is_active(number);
 }

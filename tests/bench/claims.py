@@ -1,4 +1,4 @@
-"""From samples to medians, and from medians to claims: a ratio, its target, a verdict."""
+"""Turns samples into medians, and medians into claims: a ratio, its target and a verdict."""
 
 import dataclasses
 import statistics
@@ -14,7 +14,7 @@ OPS = ("reduce_scatter", "all_reduce")
 SIX = "6 layers of 2048 x 2048"
 TORCH_CASES = {"six_2048": SIX, "twentyfour_256": "24 layers of 256 x 256"}
 WINDOW_CASES = {"1x2": "1x2", "2x2": "2x2", "busy": "1x2, of 50 ms each"}
-# Those of torch_gather.py that have a long forward, and what messages of 256 Ki elements take.
+# The cases of torch_gather.py with a long forward, and the size of their messages of 256 Ki elements.
 GATHER_CASES = {"f32": "1 MiB", "f16": "512 KiB"}
 GATHER_BUCKETS = ("256k", "1m", "4m")
 STAGE3_MESHES = ("1x4", "2x2")
@@ -22,7 +22,7 @@ STAGE3_MESHES = ("1x4", "2x2")
 
 @dataclasses.dataclass
 class Claim:
-    """`ratio` is good when it is at least (or, with at_most, at most) `target`."""
+    """Holds if `ratio` is at least, or with at_most at most, `target`."""
 
     name: str
     ratio: Optional[float]  # None: something needed was not measured
@@ -43,7 +43,7 @@ class Claim:
 
 
 class Samples:
-    """All times of a run. A variant with one wrong result is never quoted."""
+    """All times of a run. A variant with a wrong result is never quoted."""
 
     def __init__(self) -> None:
         self.times: Dict[Key, List[float]] = {}
@@ -68,7 +68,7 @@ class Samples:
 
     def best(self, system: str, op: str, dtype: str, size: int,
              ranks: int) -> Optional[Tuple[float, str]]:
-        """The fastest right variant of a system: its time and its name."""
+        """The time and name of a system's fastest variant whose results are right."""
         found = [(time, key.variant) for key in self.times
                  if (key.system, key.op, key.dtype, key.bytes, key.ranks) ==
                  (system, op, dtype, size, ranks)
@@ -96,7 +96,7 @@ def quotient(a: Optional[float], b: Optional[float]) -> Optional[float]:
 
 
 def peer_ratio(samples: Samples, system: str, op: str, size: int, ranks: int) -> Optional[float]:
-    """Time of the fastest peer by that of our `system`."""
+    """The time of the fastest peer divided by that of our `system`."""
     peer = samples.fastest_peer(op, "f32", size, ranks)
     return quotient(peer[0] if peer else None, samples.time(system, op, "f32", size, ranks))
 
@@ -124,14 +124,14 @@ def sixteen_bit(samples: Samples, size: int) -> Iterator[Claim]:
         for dtype in ("bf16", "f16"):
             wide = samples.time("ours_shared", op, "f32", size, 4)
             narrow = samples.time("ours_shared", op, dtype, size, 4)
-            # Twice the elements in the same bytes.
+            # The same bytes hold twice as many elements.
             ratio = quotient(wide, narrow)
             yield Claim(f"{op} {size_text(size)}, {dtype}: f32 / {dtype}, time per element",
                         ratio * 2 if ratio is not None else None, target, "4 ranks, shared")
 
 
 def bytes_moved(op: str, size: int, ranks: int) -> float:
-    """Over all ranks: everybody's input is read once; sums are written once, or to everybody."""
+    """Of all ranks: every input is read once; sums are written once, or to every rank."""
     return float(size * ranks + size) if op == "reduce_scatter" else float(2 * size * ranks)
 
 
@@ -145,7 +145,7 @@ def four_against_two(samples: Samples, sizes: List[int]) -> Iterator[Claim]:
 
 
 def many_ranks(samples: Samples) -> Claim:
-    """Many more ranks than cores: mostly meetings, where nobody may wake all others in turn."""
+    """Many more ranks than cores: the time is mostly synchronization."""
     time_us = samples.time("ours_private", "all_reduce", "f32", MIB, 64)
     return Claim("all_reduce 1 MiB, 64 ranks, private memory: ms",
                  None if time_us is None else time_us / 1000, 20.0, "on two cores", at_most=True)
@@ -183,11 +183,11 @@ def snapshots(samples: Samples) -> Iterator[Claim]:
 
 
 def torch_steps(samples: Samples) -> Iterator[Claim]:
-    """What reduction and an optimizer add to a step, ours as a share of theirs, on the same schedule."""
+    """What reduction and an optimizer add to a step: ours divided by theirs, on the same schedule."""
     def added(*names: str) -> Optional[float]:
         found = [samples.value(f"torch_{name}_added_ms") for name in names]
         times = [time for time in found if time is not None]
-        # A step that was faster with reduction than without was lost in noise.
+        # If a step was faster with reduction than without, what reduction adds is less than the noise.
         return min(times) if times and min(times) > 0 else None
 
     def claim(name: str, a: Optional[float], b: Optional[float], target: float) -> Claim:
@@ -218,8 +218,8 @@ def torch_steps(samples: Samples) -> Iterator[Claim]:
 
 
 def slow_link(samples: Samples) -> Iterator[Claim]:
-    """A step of 16 Mi elements, 1 Gbit/s between any two ranks: one backward pass and several hops
-    between replicas, or four backward passes that are reduced one by one or as a window."""
+    """A step of 16 Mi elements with 1 Gbit/s between any two ranks: one backward pass with each replica
+    hop, or four backward passes that are reduced one by one or as a window."""
     def time(name: str) -> Optional[float]:
         return samples.value(f"slow_link_1000_{name}_ms")
 
@@ -232,7 +232,7 @@ def slow_link(samples: Samples) -> Iterator[Claim]:
     yield Claim("step over a slow link: bf16 hop / LoCo", quotient(bf16, loco), 3.0, detail("loco"))
     yield Claim("step over a slow link: LoCo / plain 4 bit", quotient(loco, plain4), 1.05,
                 detail("loco"), at_most=True)
-    # 1.7: DeepSpeed's figure for stage 2. The bytes allow 4 on 1x2 and 2.5 on 2x2.
+    # 1.7 is DeepSpeed's figure for stage 2. By the bytes sent, up to 4 is possible on 1x2 and 2.5 on 2x2.
     for case, way, target in (("1x2", "window", 3.0), ("2x2", "window", 1.7),
                               ("busy", "window", 1.5), ("busy", "declared", 1.7)):
         name = f"{case}_{way}"
@@ -241,7 +241,7 @@ def slow_link(samples: Samples) -> Iterator[Claim]:
 
 
 def gather_over_link(samples: Samples) -> Iterator[Claim]:
-    """Parameters of 8 layers of 480 x 480, gathered between two ranks under the next forward."""
+    """Parameters of 8 layers of 480 x 480, gathered by two ranks during the next forward."""
     def value(case: str, stage: int, bucket: str, name: str) -> Optional[float]:
         return samples.value(f"torch_gather_{case}_{stage}_{bucket}_{name}")
 
@@ -254,7 +254,7 @@ def gather_over_link(samples: Samples) -> Iterator[Claim]:
             detail = ""
             if None not in (hidden, forward, gather, exposed):
                 detail = f"{gather:.0f} ms, {exposed:.1f} ms exposed; forward {forward:.0f} ms"
-                if forward < gather:  # as on a faster machine
+                if forward < gather:  # happens on a faster machine
                     hidden, detail = None, detail + ", too short"
             yield Claim(f"{name}, messages of {message}: share hidden", hidden, 0.8, detail)
             ratios = [(ratio, bucket) for bucket in GATHER_BUCKETS
@@ -266,7 +266,7 @@ def gather_over_link(samples: Samples) -> Iterator[Claim]:
 
 
 def stage3(samples: Samples) -> Iterator[Claim]:
-    """Six layers of 2048 x 2048 at stage 3, and what is gathered and reduced over a slow link."""
+    """Six layers of 2048 x 2048 at stage 3, and gathers and reductions over a slow link."""
     for mesh in STAGE3_MESHES:
         for way, title in (("resharded", ""), ("kept", ", kept after the forward")):
             ours, theirs = (samples.value(f"torch_stage3_{mesh}_{system}_{way}_added_ms")
@@ -285,7 +285,7 @@ def stage3(samples: Samples) -> Iterator[Claim]:
 
 
 def claims(samples: Samples, has: Callable[[int], bool]) -> List[Claim]:
-    """`has` tells whether a size was asked for."""
+    """`has` tells whether a size was measured."""
     shared = {64 * KIB: 1.5, MIB: 4.0, 16 * MIB: 4.0, 64 * MIB: 4.0, 256 * MIB: 3.5}
     private = {size: 2.0 for size in shared if size >= MIB}
     large = [size for size in shared if size >= 16 * MIB and has(size)]

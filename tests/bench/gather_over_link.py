@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Runs torch_gather.py over a slow link: how much of a parameter gather the next forward hides.
+"""Runs torch_gather.py over a slow link to measure how much of a parameter gather the next forward hides.
 
-Two ranks, each pinned to a core and in a network namespace of its own (shaped_link.py). Prints the
-table of docs/benchmarks.md.
+It starts two ranks, each pinned to a core and in a separate network namespace (shaped_link.py), and
+prints the table of docs/benchmarks.md.
 
 Usage: gather_over_link.py --build build/bench [--rounds N]
 """
@@ -13,7 +13,7 @@ from typing import Dict
 from programs import Report, markdown_table, run_part
 from shaped_link import TorchOverLink
 
-LEAST_ROUNDS = 9  # iterations are compared within 2 %
+LEAST_ROUNDS = 9  # iterations are compared to within 2 %
 CASES = {"f32": "f32", "short": "f32, short forward", "f16": "f16"}
 BUCKETS = {"256k": "256 Ki", "1m": "1'000'000", "4m": "all"}
 COLUMNS = ("forward_ms", "gather_ms", "exposed_ms", "hidden", "in_step_ms", "overlapped_ms",
@@ -24,7 +24,7 @@ class GatherOverLink(TorchOverLink):
     """Two ranks on a link of 1 Gbit/s."""
 
     def measure(self, rounds: int) -> Report:
-        """Values: torch_gather_<case>_<stage>_<bucket>_<name>, as torch_gather.py prints them."""
+        """Reports the values that torch_gather.py prints: torch_gather_<case>_<stage>_<bucket>_<name>."""
         program = [*self._package.command("torch_gather.py", {}),
                    f"--rounds={max(rounds, LEAST_ROUNDS)}"]
         report = Report()

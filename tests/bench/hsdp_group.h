@@ -1,4 +1,4 @@
-// The ranks of a world of hsdp as the benchmarks take them.
+// Adapts a world of hsdp to the Group that the benchmarks take.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace hsdp::bench {
 
-// `world` outlives the group.
+// `world` must outlive the group.
 inline Group group_of(Communicator& world, const std::string& system = "") {
   Group group{.system = system, .rank = world.rank(), .size = world.size()};
   group.barrier = [&world] { world.barrier(); };

@@ -1,7 +1,8 @@
-// Prints the memory traffic of the kernels of LoCo and AdamW beside what the same reads and writes
-// cost at the bandwidth of a scan, a copy and a fill without arithmetic, all measured in the same
-// rounds, for each SIMD target or the one in HSDP_KERNELS. With several threads each has a core and
-// arrays of its own, and all run the same kernel at a time; what is printed is the slowest one's.
+// Prints the memory bandwidth of the kernels of LoCo and AdamW, and compares their times with the
+// time of the same reads and writes at the bandwidth of a scan, a copy and a fill. All are measured
+// in the same rounds, for each SIMD target or the one in HSDP_KERNELS. With several threads, each
+// has its own core and arrays, all run the same kernel at the same time, and the slowest one
+// counts.
 //
 //   kernel_bandwidth [MiB of fp32 an array, default 64 [part of a kernel's name [threads]]]
 #if defined(__SSE2__)
@@ -40,7 +41,7 @@ struct Case {
   double best_s = std::numeric_limits<double>::max();
 };
 
-thread_local volatile double sink = 0.0;  // keeps results alive
+thread_local volatile double sink = 0.0;  // keeps the compiler from dropping results
 
 struct Arrays {
   explicit Arrays(std::int64_t elements) : count(elements) {
@@ -59,9 +60,9 @@ struct Arrays {
   std::vector<Buffer> memory;
 };
 
-constexpr int kBaselines = 4;  // the first cases
+constexpr int kBaselines = 4;  // they are the first cases
 
-// Reads, copies and fills memory with no arithmetic, around the cache where the compiler can.
+// Scans, copies and fills memory without arithmetic, bypassing the cache if the compiler can.
 void scan(const std::byte* from, std::size_t bytes) {
   std::uint64_t sum = 0;
   for (std::size_t i = 0; i < bytes; i += 64) {
@@ -123,9 +124,9 @@ struct Quantized {
   [[nodiscard]] hsdp::quant::Message message(int r) const {
     return {layout.format(), messages.data() + r * distance(), 0, layout.rows().data()};
   }
-  // From one message to the next, as in one all-to-all.
+  // Bytes from one message to the next, as in one all-to-all.
   [[nodiscard]] std::int64_t distance() const { return layout.cut().count(); }
-  // One of two.
+  // `which` is 0 or 1.
   [[nodiscard]] hsdp::quant::ErrorState error(int which) const {
     return {.codes = reinterpret_cast<std::int8_t*>(codes.data()) + which * map.element_count(),
             .scales = reinterpret_cast<float*>(scales.data()) + which * map.group_count()};
@@ -186,8 +187,8 @@ void add_quantization(std::vector<Case>& cases, Quantized& memory) {
                    }});
 }
 
-// Parameters and moments of their own: all of them are written, and what others leave behind may be
-// subnormal, which is slow.
+// Separate parameters and moments: the update writes all of them, and values that other kernels
+// leave in shared arrays may be subnormal, which is slow.
 struct Optimized {
   explicit Optimized(const Arrays& arrays_) : arrays(&arrays_) {
     for (int i = 0; i < 3; ++i) {
@@ -217,14 +218,14 @@ void add_optimizer(std::vector<Case>& cases, Optimized& memory) {
        }});
 }
 
-// Time that this thread ran: other processes may be on its core in between.
+// CPU time of this thread, since other processes may use its core meanwhile.
 double thread_s() {
   timespec now{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
   return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
 }
 
-// What one thread works on.
+// The arrays and cases of one thread.
 struct Workplace {
   explicit Workplace(std::int64_t elements)
       : arrays(elements), quantized(arrays), optimized(arrays) {}
@@ -245,7 +246,7 @@ void prepare(Workplace& place, const std::string& wanted) {
   cases.erase(std::remove_if(cases.begin() + kBaselines, cases.end(), unwanted), cases.end());
 }
 
-// The slowest thread's cases are the first ones then.
+// Puts the slowest thread's times into the first workplace's cases.
 void measure(std::list<Workplace>& places, int rounds) {
   std::barrier together(static_cast<std::ptrdiff_t>(places.size()));
   std::vector<std::thread> threads;
@@ -271,7 +272,7 @@ void measure(std::list<Workplace>& places, int rounds) {
   }
 }
 
-// Time of the same bytes as a copy, and what is left as a scan or a fill.
+// Time to copy the bytes that are both read and written, and to scan or fill the rest.
 double roofline_s(const Case& one, const std::vector<Case>& cases) {
   const double bytes = cases[0].read_bytes;
   const double copied = std::min(one.read_bytes, one.written_bytes);

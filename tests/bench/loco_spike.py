@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """What a clipped spike leaves behind in LocoHop's errors, and what scale_errors() does about it.
 
-Random gradients of norm 1, one of them many times as large, are reduced over two replicas and clipped.
-Prints by how much the clipped gradients of the steps after the spike are off, relative to their norm: as a
-multiple of what it is without a spike, with the errors left alone and with them scaled.
+It reduces random gradients of norm 1, one of them many times as large, over two replicas and clips them.
+For the steps after the spike it prints the error of the clipped gradients relative to their norm, as a
+multiple of the error without a spike, once with the hop's errors left alone and once with them scaled.
 
 Usage: hsdp_run -n 2 python tests/bench/loco_spike.py
 """
@@ -17,10 +17,10 @@ CLIP = 1.0
 
 
 def errors(mesh, spike, scales):
-    """Of each step after the spike."""
+    """Returns the relative error of each step after the spike."""
     hop = hsdp.quant.LocoHop(error_every=0)
     found = []
-    mean = None  # of the clip coefficient
+    mean = None  # running mean of the clip coefficient
     reducer = hsdp.Reducer(mesh, replica_hop=hop)
     reducer.register("w", (COUNT,), "f32")
     for step in range(STEPS):

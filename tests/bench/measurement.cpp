@@ -78,7 +78,7 @@ void pin_to_core(int rank) {
   cpu_set_t set;
   CPU_ZERO(&set);
   CPU_SET(static_cast<unsigned>(rank) % cores, &set);
-  sched_setaffinity(0, sizeof(set), &set);  // a container may refuse: then nobody is pinned
+  sched_setaffinity(0, sizeof(set), &set);  // if a container refuses, no process is pinned
 }
 
 float input_value(std::int64_t index, int rank) {

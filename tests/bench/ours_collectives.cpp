@@ -1,5 +1,5 @@
-// Reduce-scatter and all-reduce of hsdp, in memory that peers read directly and in private memory,
-// and the roofline: the same reads and writes on private memory, without any synchronisation.
+// Times reduce-scatter and all-reduce of hsdp, in memory that peers read directly and in private
+// memory, and the roofline: the same reads and writes on private memory without synchronization.
 //
 //   ours_collectives [--system=ours_shared|ours_private|roofline] [--engine=host|mpi] [--idle]
 //                    [--words] CASE...
@@ -43,7 +43,7 @@ void measure_ours(Communicator& world, const Group& group, const Case& what, boo
     hsdp::bench::measure(group, "in_place", what, operation);
     return;
   }
-  // Sums come out in fp32 whatever goes in.
+  // The sums are fp32 for every input dtype.
   const std::int64_t row = what.count() / group.size;
   ArrayOperation::Array out = array(world, false, row, Dtype::kF32);
   out.begin = row * group.rank;
@@ -54,7 +54,7 @@ void measure_ours(Communicator& world, const Group& group, const Case& what, boo
   hsdp::bench::measure(group, "widening", what, operation);
 }
 
-// This rank's share of the work, all of it in its own memory.
+// This rank's share of the work, all of it in private memory.
 class PrivateSum : public hsdp::bench::Operation {
  public:
   PrivateSum(const Group& group, const Case& what, bool streaming_stores)
@@ -123,7 +123,7 @@ double process_cpu_s() {
   return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
 }
 
-// All ranks but the last wait in a collective that the last one enters late.
+// Measures the CPU time of ranks that wait in a collective which the last rank enters late.
 void measure_idle(Communicator& world, const Group& group) {
   constexpr double kWaitS = 2.0;
   std::vector<float> data(1024, 1.0F);
@@ -138,7 +138,7 @@ void measure_idle(Communicator& world, const Group& group) {
   if (group.rank == 0) std::printf("value idle_rank_cpu_percent %.3f\n", most_percent);
 }
 
-// All ranks say the same to each other, over the control connection.
+// Times an exchange of equal words between all ranks over the control connection.
 void measure_words(Communicator& world, const Group& group) {
   constexpr int kWords = 300;
   const std::string word(60, 'w');

@@ -1,8 +1,8 @@
-// One step of a Reducer over a slow link, which decides its time, in variants that take turns:
-// on a mesh of Rx1 four replica hops, on another one (--shard=S) four backward passes that are
-// reduced one by one or as a window. slow_link.py runs it over such a link.
-// --sleeping-mbit=N: over one of that rate inside the processes. --backward-ms=N: a backward pass
-// of a window takes that long and leaves the cores alone, as one on a GPU; default: no time.
+// Times one step of a Reducer over a slow link, which dominates the time, in variants that take
+// turns. On a mesh of Rx1 it times four replica hops; on another mesh (--shard=S), four backward
+// passes that are reduced one by one or as a window. slow_link.py runs it over a slow link;
+// --sleeping-mbit=N simulates one of that rate inside the processes. --backward-ms=N makes a
+// backward pass of a window take that long without using the cores, as on a GPU; default 0.
 //
 //   step <variant> <elements> <median_ms> <bytes a rank sends in a step>
 #include <algorithm>
@@ -31,8 +31,8 @@ using Clock = std::chrono::steady_clock;
 constexpr std::int64_t kParameterCount = std::int64_t{1} << 20;  // elements of one parameter
 constexpr int kBackwards = 4;
 
-// Parameters in the order in which a backward pass produces their gradients, which are the same
-// array.
+// Parameters in the order in which a backward pass produces their gradients. All gradients are the
+// same array.
 class Model {
  public:
   Model(int parameters, Dtype dtype, int rank, Clock::duration backward)
@@ -75,7 +75,7 @@ class Model {
 struct Variant {
   std::string name;
   std::unique_ptr<hsdp::Reducer> reducer;
-  std::function<void(hsdp::Reducer&)> backwards;  // of a step
+  std::function<void(hsdp::Reducer&)> backwards;  // runs a step's backward passes
   std::vector<double> times;
 };
 
@@ -136,7 +136,7 @@ bool have_equal_results(hsdp::Reducer& a, hsdp::Reducer& b) {
   });
 }
 
-// A collective's message is of all ranks' rows, of which a rank keeps its own.
+// A collective's message has a row for each rank; a rank does not send its own.
 long long sent_bytes(const hsdp::Mesh& mesh, const hsdp::ReducerStats& stats) {
   const auto sent = [](std::int64_t bytes, int ranks) { return bytes * (ranks - 1) / ranks; };
   return (sent(stats.shard_hop_bytes, mesh.shard_size()) +

@@ -1,5 +1,5 @@
-// Writes two snapshots of 1 GiB into a folder, a.h5 and b.h5, which differ in rounding noise, and
-// compares what handing one to the background writer costs with a plain copy of its bytes.
+// Writes two snapshots of 1 GiB, a.h5 and b.h5, which differ by rounding noise, into a folder, and
+// compares the cost of handing one to the background writer with a plain copy of its bytes.
 //
 //   ours_snapshot FOLDER
 #include <algorithm>
@@ -47,7 +47,7 @@ void time_submit(const std::filesystem::path& folder, const float* data,
     writer.submit(folder / "submitted.h5", info, entries);
     submits_us.push_back(hsdp::bench::now_us() - start_us);
     writer.flush();
-    // A copy into memory that nobody has touched yet, as the writer's is.
+    // Copies into untouched memory, like the writer.
     const std::unique_ptr<std::byte[]> copy(new std::byte[kBytes]);
     const double copy_start_us = hsdp::bench::now_us();
     std::memcpy(copy.get(), data, kBytes);

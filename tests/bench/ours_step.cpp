@@ -1,5 +1,5 @@
-// One step of the Reducer on a 2x2 mesh, and its roofline: the reads and writes of that step on
-// private memory, bucket by bucket, without any synchronisation. step_case.h says what a step is.
+// Times one step of the Reducer on a 2x2 mesh, and its roofline: the reads and writes of that step
+// on private memory, bucket by bucket, without synchronization. step_case.h says what a step is.
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
@@ -22,7 +22,7 @@ using hsdp::bench::StepCase;
 
 constexpr std::int64_t kParameterCount = std::int64_t{1} << 20;  // elements of one parameter
 
-// This process' share of physical memory: what several processes map counts in parts.
+// This process's share of physical memory. Memory mapped by n processes counts as one nth.
 std::int64_t proportional_bytes() {
   std::ifstream rollup("/proc/self/smaps_rollup");
   for (std::string word; rollup >> word;) {
@@ -32,7 +32,7 @@ std::int64_t proportional_bytes() {
   return 0;
 }
 
-// The gradient of all parameters behind one another.
+// The gradients of all parameters, one after another.
 class Gradient {
  public:
   Gradient(const StepCase& what, int rank)
@@ -125,7 +125,7 @@ class PrivateStep {
     }
   }
 
-  // What one rank reads and writes in run().
+  // The bytes that one rank reads and writes in run().
   [[nodiscard]] std::int64_t bytes() const {
     const std::int64_t count = what_.parameter_count;
     const std::int64_t shard = count / what_.shard_size;
@@ -181,7 +181,7 @@ class PrivateStep {
   std::shared_ptr<void> carry_;
 };
 
-// Bytes beyond the gradients, the carry and two staging buckets; the most that any rank has.
+// Prints the most bytes that any rank uses beyond the gradients, the carry and two staging buckets.
 void report_memory(const Group& group, const hsdp::ReducerStats& stats, std::int64_t bucket_bytes,
                    std::int64_t process_bytes) {
   const std::int64_t allowed = stats.carry_bytes + 2 * bucket_bytes;

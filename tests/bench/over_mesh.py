@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Runs torch_over_mesh.py: optimizer state over the whole mesh, over a slow link and in shared memory.
+"""Runs torch_over_mesh.py, with optimizer state over the whole mesh, over a slow link and in shared memory.
 
-Over the link two ranks, each pinned to a core and in a network namespace of its own (shaped_link.py); in
-shared memory 2x2. Prints the table of docs/benchmarks.md.
+Over the link there are two ranks, each pinned to a core and in a separate network namespace (shaped_link.py);
+in shared memory the mesh is 2x2. Prints the table of docs/benchmarks.md.
 
 Usage: over_mesh.py --build build/bench [--rounds N]
 """
@@ -20,7 +20,7 @@ class OverMesh(TorchOverLink):
     """shard_over="mesh" beside "shard" and torch's ZeroRedundancyOptimizer."""
 
     def measure(self, rounds: int) -> Report:
-        """Values as torch_over_mesh.py prints them."""
+        """Reports the values that torch_over_mesh.py prints."""
         program = [*self._package.command("torch_over_mesh.py", {}),
                    f"--rounds={max(rounds, LEAST_ROUNDS)}"]
         report = Report()

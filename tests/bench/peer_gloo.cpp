@@ -1,5 +1,5 @@
-// Reduce-scatter and all-reduce of Gloo over TCP on the loopback device. Ranks meet through files
-// in the folder $HSDP_BENCH_STORE; RANK and WORLD_SIZE say who this process is.
+// Times reduce-scatter and all-reduce of Gloo over TCP on the loopback device. Ranks meet through
+// files in the folder $HSDP_BENCH_STORE; RANK and WORLD_SIZE give this process its rank.
 #include <gloo/allreduce.h>
 #include <gloo/allreduce_halving_doubling.h>
 #include <gloo/allreduce_ring_chunked.h>
@@ -80,7 +80,8 @@ void reduce_scatter(const Group& group, const Context& context, const Case& what
   hsdp::bench::measure(group, "halving_doubling", what, operation);
 }
 
-// Gloo's newer ring stalls for hundreds of milliseconds with more ranks than cores: left out.
+// Leaves out Gloo's newer ring, which stalls for hundreds of milliseconds with more ranks than
+// cores.
 void all_reduce(const Group& group, const Context& context, const Case& what) {
   const auto memory = hsdp::bench::private_memory(what.bytes);
   auto* const data = static_cast<float*>(memory.get());
@@ -102,7 +103,7 @@ int main(int argc, char** argv) {
   const hsdp::bench::Arguments arguments = hsdp::bench::parse_arguments(argc, argv);
   const int rank = std::atoi(required("RANK"));
   const Context context = connect(rank, std::atoi(required("WORLD_SIZE")));
-  hsdp::bench::pin_to_core(rank);  // Gloo's I/O thread stays free: pinned, it is slower
+  hsdp::bench::pin_to_core(rank);  // not Gloo's I/O thread, which is slower when pinned
   const Group group = world(context);
   for (const Case& what : arguments.cases) {
     if (what.dtype != hsdp::Dtype::kF32) continue;

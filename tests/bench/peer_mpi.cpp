@@ -1,4 +1,5 @@
-// Reduce-scatter and all-reduce of an MPI library. Compiled once per MPI: HSDP_PEER names it.
+// Times reduce-scatter and all-reduce of an MPI library. Compiled once per MPI, which HSDP_PEER
+// names.
 #include <mpi.h>
 
 #include <memory>

@@ -1,11 +1,11 @@
-// The work of one Reducer step written with MPI calls: cast and reduce-scatter each microbatch, add
-// into an fp32 carry, all-reduce over replicas at the end, divide.
+// Times the work of one Reducer step written with MPI calls: cast and reduce-scatter each
+// microbatch, add into an fp32 carry, all-reduce over replicas at the end, divide.
 //
-// MPI has no bf16, so there are two ways, and a third where the library has it all the same (Intel
-// MPI); in several bucket sizes; the fastest right one counts:
-//   f32     gradients are cast up and summed with MPI_SUM
-//   bf16    gradients travel in 16 bit and a user operation adds them, rounding at every addition
-//   native  the same with the library's bf16 and MPI_SUM
+// The MPI standard has no bf16. So there are two ways, and a third if the library has bf16 (Intel
+// MPI), each in several bucket sizes. The fastest one with right results counts.
+//   f32     casts gradients to f32 and sums them with MPI_SUM
+//   bf16    sends 16 bits; a user operation adds them and rounds at every addition
+//   native  sends the library's bf16 and sums with MPI_SUM
 #include <mpi.h>
 
 #include <algorithm>
@@ -52,8 +52,8 @@ struct Wire {
   MPI_Op sum = MPI_SUM;
 };
 
-// What one rank holds. A bucket is shard_size rows; bucket b's rows are cast next to each other, so
-// that the reduce-scatter hands this rank elements of its own half of the parameters.
+// The step of one rank. A bucket has shard_size rows. They are cast next to each other, so that the
+// reduce-scatter gives each rank elements of its own half of the parameters.
 template <typename Gradient, typename OnWire>
 class Step {
  public:
@@ -191,7 +191,8 @@ int main(int argc, char** argv) {
     const std::string size = std::to_string(kibi_elements) + "K";
     const std::int64_t count = kibi_elements << 10;
     measure<float>(group, what, {"f32_" + size, count, Wire{}, 0.0});
-    // One rounding a microbatch and two at the end, of values up to 2, 8 and 16: below 0.025.
+    // One rounding per microbatch and two at the end, of values up to 2, 8 and 16, err by less than
+    // 0.025.
     measure<Bf16>(group, what, {"bf16_" + size, count, bf16, 0.01});
 #ifdef MPIX_C_BF16
     measure<Bf16>(group, what, {"native_" + size, count, {MPIX_C_BF16, MPI_SUM}, 0.01});

@@ -14,13 +14,13 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 TIMEOUT_S = 600
 
-# Without these, the temporaries of the MPI libraries are fresh pages in every call.
+# Without these, every call of the MPI libraries allocates fresh pages for its temporary memory.
 KEEP_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 RUN_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 OPENMPI = ["mpirun.openmpi", "--oversubscribe", "--bind-to", "none"]
 OPENMPI_TCP = OPENMPI + ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self",
                          "--mca", "btl_tcp_if_include", "lo"]
-# Ranks are pinned by the programs. Which of the settings is fastest depends on machine and size.
+# The programs pin their ranks. Which setting is the fastest depends on the machine and the size.
 IMPI = {"I_MPI_FABRICS": "shm", "I_MPI_PIN": "0"}
 IMPI_SETTINGS = ("", "I_MPI_THREAD_YIELD=3", "I_MPI_SHM_CMA=0", "I_MPI_SHM_HEAP=1")
 
@@ -32,7 +32,7 @@ VALUE_LINE = re.compile(r"\bvalue (?P<name>\w+) (?P<number>-?[\d.]+(?:e[-+]?\d+)
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What was timed."""
+    """Names what was timed."""
 
     system: str
     variant: str
@@ -44,7 +44,7 @@ class Key:
 
 @dataclasses.dataclass
 class Report:
-    """What one run of a program said."""
+    """What one run of a program printed."""
 
     times: List[Tuple[Key, float, bool]] = dataclasses.field(default_factory=list)
     values: Dict[str, float] = dataclasses.field(default_factory=dict)
@@ -52,9 +52,8 @@ class Report:
 
 
 def parse(output: str, system: str, setting: str = "") -> Report:
-    """Lines are kept under the launch's name `system`, because two launches may differ in settings
-    only, and a setting becomes part of the variant's name; a program may report a roofline of its own
-    beside its time."""
+    """Files the times under `system`, the name of the launch, because two launches may differ only in
+    settings. A `setting` becomes part of the variant's name. A program may also report a roofline."""
     report = Report()
     for line in output.splitlines():
         found = BENCH_LINE.search(line)
@@ -72,25 +71,25 @@ def parse(output: str, system: str, setting: str = "") -> Report:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One way to start one program."""
+    """One way to start a program."""
 
     system: str
     file: str  # in tests/bench of the build folder
     launcher: str  # "impi", "openmpi", "mpich", "files" (Gloo's store) or "hsdp_run"
     flags: Tuple[str, ...] = ()
     tcp: bool = False
-    setting: str = ""  # NAME=VALUE in the environment, one of several that the system is tried with
+    setting: str = ""  # NAME=VALUE in the environment, one of several to try with the system
 
 
 class PythonPackage:
-    """The package of a build folder, in the virtual environment beside it."""
+    """The Python package of a build folder, with the virtual environment beside it."""
 
     def __init__(self, build: pathlib.Path):
         self.python = str(build.resolve().parent / "venv" / "bin" / "python")
         self.variables = {"PYTHONPATH": str(build.resolve() / "python"), "OMP_NUM_THREADS": "1"}
 
     def missing(self) -> Optional[str]:
-        """Why programs that need torch cannot run here, or None."""
+        """Returns why programs that need torch cannot run here, or None."""
         if not os.path.isfile(self.python):
             return f"{self.python} is not there; run make test"
         done = subprocess.run([self.python, "-c", "import torch, hsdp"], check=False,
@@ -99,19 +98,19 @@ class PythonPackage:
         return None if done.returncode == 0 else "torch or hsdp cannot be imported; run make test"
 
     def command(self, script: str, variables: Dict[str, str]) -> List[str]:
-        """Runs a script of this folder with the package's variables and these, in any environment."""
+        """The command that runs a script of this folder with the package's variables and `variables`."""
         every = {**self.variables, **variables}
         return ["env", *(f"{name}={value}" for name, value in every.items()),
                 self.python, str(pathlib.Path(__file__).with_name(script))]
 
 
 def tool(build: pathlib.Path, name: str) -> pathlib.Path:
-    """Where a build folder has hsdp_run and hsdp_check."""
+    """The path of hsdp_run or hsdp_check in a build folder."""
     return build / "hsdp" / "tools" / name
 
 
 def run_torch(name: str, command: List[str], report: Report) -> bool:
-    """Adds the values that the command prints. False where it did not end."""
+    """Adds the values that the command prints to `report`. Returns False if it did not end in time."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, timeout=TIMEOUT_S, check=False)
@@ -154,7 +153,7 @@ def end(process: subprocess.Popen) -> None:
 
 
 class Launcher:
-    """Runs programs of one build folder."""
+    """Runs the programs of a build folder."""
 
     def __init__(self, build: pathlib.Path):
         self._bench = build / "tests" / "bench"
@@ -162,7 +161,7 @@ class Launcher:
         self.impi = str((self._bench / "mpiexec.impi").resolve())
 
     def missing(self, program: Program) -> Optional[str]:
-        """Why the program cannot run here, or None."""
+        """Returns why the program cannot run here, or None."""
         if not (self._bench / program.file).is_file():
             return f"{program.file} was not built"
         needed = {"impi": self.impi, "openmpi": "mpirun.openmpi",
@@ -189,7 +188,7 @@ class Launcher:
             launch = ["mpirun.mpich", "-n", str(ranks)]
         elif program.launcher == "impi":
             environment.update(KEEP_PAGES)
-            # Without its root it finds no tuning files.
+            # Without its root it does not find its tuning files.
             environment.update(IMPI, I_MPI_ROOT=str(pathlib.Path(self.impi).parents[1]))
             launch = [self.impi, "-n", str(ranks)]
         else:
@@ -239,7 +238,7 @@ def markdown_table(heads: List[str], rows: List[List[str]]) -> List[str]:
 
 def run_part(make: Callable[[pathlib.Path], Any], show: Callable[[Dict[str, float]], str],
              least_rounds: int) -> int:
-    """As a program of its own: measures, and prints what `show` makes of the values."""
+    """The main function of a separate program: measures, and prints `show` of the values."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--build", type=pathlib.Path, required=True, help="the build folder")
     parser.add_argument("--rounds", type=int, default=least_rounds)

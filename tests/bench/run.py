@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measures hsdp beside its peers and the memory of the machine, all interleaved in one go.
 
-Each round starts every program once, in another order than the round before; a time is the median
-over rounds of the median that the program reports. Prints the table and writes everything as JSON.
-Exit status: 0 when all that could run ran, 1 when a program of ours failed or, with --strict, when a
-claim was missed.
+Each round starts every program once, in a different order from the round before. A time is the median
+over rounds of the median that the program reports. Prints a table and writes everything as JSON.
+Exit status: 0 if all that could run ran, 1 if a program of ours failed or, with --strict, if a claim
+was missed.
 """
 
 import argparse
@@ -48,14 +48,14 @@ STEP_PROGRAMS = [
     Program("openmpi_step", "peer_openmpi_step", "openmpi"),
     Program("ours_step", "ours_step", "hsdp_run"),
 ]
-# What measures itself, in a run of its own.
+# These measure in a separate run.
 PARTS = {"snapshots": Snapshots, "torch": BesideTorch, "slow_link": SlowLink,
          "gather": GatherOverLink, "stage3": Stage3}
 
 
 @dataclasses.dataclass
 class Run:
-    """One start of one program."""
+    """One start of a program."""
 
     program: Program
     ranks: int
@@ -87,9 +87,8 @@ def plan_of_round(sizes: List[int], with_steps: bool) -> List[Run]:
 
 
 def narrowed(run: Run, samples: rules.Samples) -> List[str]:
-    """The arguments after the first round: only the fastest variant of a step peer, and of a system
-    that is tried with several settings the cases in which this setting is the fastest. Empty when
-    there is none."""
+    """The arguments after the first round. A step peer runs only its fastest variant. A system with
+    several settings runs only the cases in which this setting is the fastest; empty if there is none."""
     def fastest(op: str, dtype: str, size: int) -> str:
         best = samples.best(run.program.system, op, dtype, size, run.ranks)
         return best[1] if best else ""
@@ -185,8 +184,7 @@ def milliseconds(time_us) -> str:
 
 
 def times_table(samples: rules.Samples, sizes: List[int]) -> List[str]:
-    """Times of every system, and how many times ours is as fast as the fastest peer in either kind
-    of memory."""
+    """The times of every system, and the ratio of the fastest peer's to ours in each kind of memory."""
     systems = list(dict.fromkeys(program.system for program in PROGRAMS))
     lines = [f"{'':30}" + "".join(f"{system:>14}" for system in
                                   systems + ["peer/shared", "peer/private"])]
@@ -212,7 +210,7 @@ def print_claims(found: List[rules.Claim]) -> None:
 
 
 def markdown(found: List[rules.Claim], table: List[str]) -> str:
-    """The tables of docs/benchmarks.md."""
+    """Writes the tables of docs/benchmarks.md."""
     rows = []
     for claim in found:
         bound = f"at {'most' if claim.at_most else 'least'} {claim.target:g}"

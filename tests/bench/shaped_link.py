@@ -1,4 +1,4 @@
-"""A network in which every rank has a slow link of its own: namespaces, a bridge and tc's token bucket
+"""A network in which every rank has its own slow link, made of namespaces, a bridge and tc's token bucket
 filter. Needs root and iproute2."""
 
 import os
@@ -23,17 +23,17 @@ def shape_device(namespace: str, device: str, mbit: int) -> None:
     tc = ["tc", "-n", namespace, "qdisc"]
     subprocess.run([*tc, "del", "dev", device, "root"], check=False, capture_output=True)
     if mbit:
-        # Enough for a millisecond, and for one packet as the kernel cuts them.
+        # The burst lasts at least a millisecond and holds at least one packet of the kernel.
         burst = max(mbit * 1000 // 8, 128 * 1024)
         subprocess.run([*tc, "add", "dev", device, "root", "tbf", "rate", f"{mbit}mbit", "burst",
                         str(burst), "latency", "50ms"], check=True, capture_output=True, text=True)
 
 
 class ShapedLink:
-    """Namespaces, one for each rank, and the bridge that joins them, while the block runs."""
+    """A namespace for each rank and the bridge that joins them; they exist inside a `with` block."""
 
     def __enter__(self) -> "ShapedLink":
-        self.__exit__()  # what a run that was killed has left
+        self.__exit__()  # removes what a killed run has left
         try:
             ip("netns", "add", HUB)
             ip("-n", HUB, "link", "add", "bridge", "type", "bridge")
@@ -60,7 +60,7 @@ class ShapedLink:
         return f"10.77.0.{rank + 1}"
 
     def shape(self, mbit: int) -> None:
-        """Both directions; 0: not at all."""
+        """Limits the rate in both directions; 0 removes the limit."""
         for end in ENDS:
             shape_device(end, "uplink", mbit)
             shape_device(HUB, end, mbit)
@@ -72,7 +72,7 @@ class ShapedLink:
 
 
 def pinned(command: List[str], ranks: int) -> List[List[str]]:
-    """The command of each rank, which has a core of its own while there are enough."""
+    """The command of each rank, pinned to a separate core while there are enough."""
     cores = sorted(os.sched_getaffinity(0))
     return [["taskset", "-c", str(core), *command] for core in (cores * ranks)[:ranks]]
 
@@ -85,7 +85,7 @@ def start(rank: int, ranks: int, command: List[str], variables: Dict[str, str]) 
 
 
 def run_ranks(link, commands: List[List[str]]) -> Tuple[str, Optional[str]]:
-    """Runs one command a rank over a link that is shaped. What rank 0 printed, and what went wrong."""
+    """Runs one command per rank over a shaped link. Returns rank 0's output, and what went wrong."""
     processes: List[subprocess.Popen] = []
     try:
         for rank, command in enumerate(commands):
@@ -104,7 +104,7 @@ def run_ranks(link, commands: List[List[str]]) -> Tuple[str, Optional[str]]:
 
 
 def why_not_shaped() -> str:
-    """Empty where a shaped link can be had."""
+    """Returns why links cannot be shaped here; empty if they can."""
     if not all(map(shutil.which, ("ip", "tc"))):
         return "ip and tc (iproute2) are not installed"
     try:
@@ -116,8 +116,7 @@ def why_not_shaped() -> str:
 
 
 class TorchOverLink:
-    """The package of a build folder, and what its programs with torch need besides. A link that sleeps is
-    for ours_hop alone."""
+    """Runs programs with torch over a shaped link. Only ours_hop can run over a sleeping link."""
 
     def __init__(self, build: pathlib.Path):
         self._build = build
@@ -129,7 +128,7 @@ class TorchOverLink:
 
     @staticmethod
     def run_over_link(report: Report, program: str, commands: List[List[str]]) -> None:
-        """Adds what the commands of a program print, each run by two pinned ranks."""
+        """Runs each command as two pinned ranks, and adds the values that they print."""
         with ShapedLink() as link:
             link.shape(MBIT_OF_TORCH)
             for command in commands:

@@ -14,7 +14,7 @@
 namespace hsdp::bench {
 namespace {
 
-// When a rank's link is done with what it was given.
+// A rank's link: carry() returns when the link has sent the bytes.
 class Link {
  public:
   explicit Link(double bytes_per_s) : bytes_per_s_(bytes_per_s) {}
@@ -78,7 +78,7 @@ class SleepingEngine : public test::EngineAround {
   void wait(const Event& event) override { inner()->wait(event); }
 
  private:
-  // A rank keeps its own row of a message.
+  // A rank does not send its own row of a message.
   void carry(std::size_t message_bytes, Stream& stream) {
     const auto size = static_cast<double>(world_ranks().size());
     const double bytes = static_cast<double>(message_bytes) * (size - 1) / size;

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measures replica hops and windows over slow links: each rank in a network namespace of its own.
 
-Where namespaces are not allowed (shaped_link.py), and with --sleeping, the ranks talk through shared
-memory and sleep for as long as a link would have taken (sleeping_link.h). In a run, its variants take
-turns. Prints tables of times and ratios: a step with each hop, and one of four backward passes that
-are reduced one by one or as a window.
+If namespaces are not allowed (shaped_link.py), or with --sleeping, the ranks communicate through shared
+memory and sleep for as long as a link would have taken (sleeping_link.h). The variants of a run take
+turns. Prints tables of times and ratios for a step with each hop, and for a step of four backward passes
+that are reduced one by one or as a window.
 
 Usage: slow_link.py --build build/bench [--sleeping] [--rates 100 ...] [--rounds N] [--runs hops ...]
 """
@@ -19,13 +19,13 @@ from typing import Dict, Iterable, List, Optional, Tuple
 from programs import Report, markdown_table
 from shaped_link import ShapedLink, run_ranks, start, why_not_shaped
 
-LEAST_ROUNDS = 9  # they are short, and single ones differ by a tenth
+LEAST_ROUNDS = 9  # rounds are short, and single ones differ by a tenth
 BACKWARD_MS = 50
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One start of ours_hop on so many ranks, and what its steps are named in values and tables."""
+    """One start of ours_hop on `ranks` ranks, and the names of its steps in values and tables."""
 
     ranks: int
     flags: Tuple[str, ...]
@@ -48,7 +48,7 @@ RUNS = {
 
 
 class SleepingLink:
-    """The interface of ShapedLink, inside the processes of ours_hop."""
+    """Has the interface of ShapedLink; ours_hop simulates the link inside its processes."""
 
     def __init__(self) -> None:
         self._mbit = 0
@@ -60,7 +60,7 @@ class SleepingLink:
         pass
 
     def shape(self, mbit: int) -> None:
-        """Both directions; 0: not at all."""
+        """Limits the rate in both directions; 0 removes the limit."""
         self._mbit = mbit
 
     def start(self, rank: int, ranks: int, command: List[str]) -> subprocess.Popen:
@@ -77,18 +77,18 @@ def choose_link() -> "ShapedLink | SleepingLink":
 
 
 class SlowLink:
-    """ours_hop of a build folder, over links of several rates."""
+    """Runs ours_hop of a build folder over links of several rates."""
 
     def __init__(self, build: pathlib.Path, sleeping: bool = False):
         self._program = build.resolve() / "tests" / "bench" / "ours_hop"
-        self._link = SleepingLink() if sleeping else None  # else chosen by the first measure()
+        self._link = SleepingLink() if sleeping else None  # if None, the first measure() chooses
 
     def missing(self) -> Optional[str]:
         return None if self._program.is_file() else "ours_hop was not built"
 
     def measure(self, rounds: int, rates: Iterable[int] = (1000,),
                 names: Iterable[str] = tuple(RUNS)) -> Report:
-        """Values: slow_link_<Mbit/s>_<prefix><variant>_ms, and slow_link_sleeps as 0 or 1."""
+        """Reports slow_link_<Mbit/s>_<prefix><variant>_ms, and slow_link_sleeps as 0 or 1."""
         self._link = self._link or choose_link()
         report = Report()
         report.values["slow_link_sleeps"] = float(isinstance(self._link, SleepingLink))

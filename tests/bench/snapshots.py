@@ -10,11 +10,11 @@ from typing import Dict, List, Optional
 
 from programs import Report, tool
 
-MOST_ROUNDS = 3  # h5diff takes its time
+MOST_ROUNDS = 3  # h5diff is slow
 
 
 class Snapshots:
-    """Two snapshots of 1 GiB in a folder that goes away with this object's `with` block."""
+    """Two snapshots of 1 GiB in a folder that the `with` block of this object removes."""
 
     def __init__(self, build: pathlib.Path):
         self._build = build
@@ -55,7 +55,7 @@ class Snapshots:
             for name, command in commands.items():
                 seconds, status, peak = timed(command)
                 times[name].append(seconds)
-                # Rounding noise is the same to hsdp_check and a difference to h5diff.
+                # hsdp_check accepts rounding noise; h5diff reports it as a difference.
                 if status != (1 if name == "h5diff" else 0):
                     report.error = f"snapshots: {name}: status {status}"
                 if name == "hsdp_check":
@@ -66,7 +66,7 @@ class Snapshots:
 
 
 def timed(command: List[str]) -> "tuple[float, int, int]":
-    """Seconds, exit status and peak memory in bytes."""
+    """Returns seconds, exit status and peak memory in bytes."""
     start = time.monotonic()
     with open(os.devnull, "wb") as nowhere:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=nowhere,

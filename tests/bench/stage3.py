@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Runs torch_stage3.py: sliced parameters beside FSDP2, in shared memory and over a slow link.
+"""Runs torch_stage3.py, sliced parameters beside FSDP2, in shared memory and over a slow link.
 
-Four ranks in shared memory; over the link two, each pinned to a core and in a network namespace of its
-own (shaped_link.py). Prints the tables of docs/benchmarks.md.
+There are four ranks in shared memory. Over the link there are two, each pinned to a core and in a separate
+network namespace (shaped_link.py). Prints the tables of docs/benchmarks.md.
 
 Usage: stage3.py --build build/bench [--rounds N]
 """
@@ -15,10 +15,10 @@ from shaped_link import TorchOverLink
 
 RANKS = 4
 LEAST_ROUNDS = 9
-MESHES = {"1x4": 1, "2x2": 2}  # and the number of replicas
+MESHES = {"1x4": 1, "2x2": 2}  # the number of replicas of each mesh
 OVER_LINK = {
     "coalesce": ["--layers=6", "--width=1024", "--rows=8"],
-    "prefetch": ["--layers=12", "--width=1024", "--rows=4096"],  # twice as long as the gathers
+    "prefetch": ["--layers=12", "--width=1024", "--rows=4096"],  # compute takes twice as long as the gathers
 }
 SYSTEMS = {f"{system}{way}": name + words
            for system, name in (("ours", "hsdp"), ("fsdp2", "FSDP2"))
@@ -28,10 +28,10 @@ AHEAD = {"ours": "hsdp", "ours_not_ahead": "hsdp, prefetch_bytes=0", "fsdp2": "F
 
 
 class Stage3(TorchOverLink):
-    """Beside torch's FSDP2 over gloo."""
+    """Compares ShardedOptimizer at stage 3 with torch's FSDP2 over gloo."""
 
     def measure(self, rounds: int) -> Report:
-        """Values as torch_stage3.py prints them."""
+        """Reports the values that torch_stage3.py prints."""
         asked = f"--rounds={max(rounds, LEAST_ROUNDS)}"
         report = Report()
         for replicas in MESHES.values():

@@ -1,6 +1,6 @@
-// The step that the Reducer and its peer are timed on: a replicate x shard mesh, some microbatches,
-// one gradient of `parameter_count` elements that holds bf16 values, a bf16 wire where the program
-// has one, and the mean over ranks in fp32 at the end, each rank holding its slice.
+// The step for which the Reducer and its peer are timed: a replicate x shard mesh, some
+// microbatches, and one gradient of `parameter_count` elements that holds bf16 values. The wire is
+// bf16 if the program has it. At the end each rank holds its slice of the mean over ranks in fp32.
 //
 //   bench <system> <variant> step <gradient dtype> <parameter bytes as f32> <ranks> <median_us>
 //   <checked>
@@ -34,14 +34,14 @@ inline StepCase step_case(const Arguments& arguments) {
   return step;
 }
 
-// The mean over ranks of the sum over microbatches, each of which brings the same gradient.
+// The mean over ranks of the sum over microbatches. All microbatches have the same gradient.
 inline double expected_mean(const StepCase& step, std::int64_t index) {
   const int ranks = step.replicate_size * step.shard_size;
   return expected_sum(index, ranks) * step.microbatch_count / ranks;
 }
 
-// True when elements [begin, begin + count) of the mean are right to within `tolerance` of the
-// largest possible value: 0 for sums in fp32, since the values are chosen to sum without rounding.
+// Whether elements [begin, begin + count) of the mean are right to within `tolerance` times the
+// largest possible value. For fp32 sums the tolerance is 0, since they are exact.
 inline bool holds_mean(const StepCase& step, const float* slice, std::int64_t begin,
                        std::int64_t count, double tolerance) {
   std::int64_t wrong = 0;
@@ -63,7 +63,7 @@ inline void report_step(const Group& group, const std::string& variant, const St
   std::fflush(stdout);
 }
 
-// `verify` comes after one run.
+// `verify` is called after one run.
 inline void measure_step(const Group& group, const std::string& variant, const StepCase& step,
                          const std::function<void()>& run, const std::function<bool()>& verify) {
   const auto right = [&] {

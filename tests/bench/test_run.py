@@ -1,4 +1,4 @@
-"""The driver without the programs: reading reports, medians, claims."""
+"""Tests the driver without the programs: reading reports, medians, claims."""
 
 import dataclasses
 import pathlib
@@ -56,7 +56,7 @@ class Medians(unittest.TestCase):
 
 
 def values(form, **numbers):
-    """Reports of values, whose names `form` has a place for."""
+    """Makes reports of values; `form` is formatted with each name."""
     return [("".join(f"value {form.format(name)} {number}\n" for name, number in numbers.items()), "any")]
 
 

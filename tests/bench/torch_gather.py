@@ -1,10 +1,9 @@
 """Gathers of ShardedOptimizer's parameters beside the next forward: waited for in step(), or overlapped.
 
-Run by gather_over_link.py over a slow link; the ranks form one shard group. An iteration goes from one
-step to the next: step(), a forward and a backward pass, which is reduced while it runs. Variants take
-turns, and those that are compared run one after the other, in both orders in turn. Each round's slowest
-rank counts; shares and ratios are taken within a round; medians over rounds. Prints `value NAME NUMBER`
-lines.
+gather_over_link.py runs it over a slow link; the ranks form one shard group. An iteration is step(), a
+forward pass, and a backward pass that is reduced while it runs. Variants take turns. Those that are compared
+run one after the other, alternating their order. The slowest rank of a round counts. Shares and ratios
+are computed within a round, then their median over rounds. Prints `value NAME NUMBER` lines.
 
     hsdp_run -n 2 python torch_gather.py [--rounds N] [--cases f32 ...]
 """
@@ -29,19 +28,19 @@ LAYERS, WIDTH = 8, 480
 @dataclasses.dataclass(frozen=True)
 class Case:
     dtype: torch.dtype
-    rows: int  # decide how long a forward takes
+    rows: int  # determines how long a forward takes
 
 
-# A product of f16 matrices takes four times as long where the CPU has no such arithmetic, and a gather half.
+# On a CPU without f16 arithmetic, a product of f16 matrices takes four times as long, and a gather half as long.
 CASES = {
     "f32": Case(torch.float32, 3072),
     "short": Case(torch.float32, 1024),
     "f16": Case(torch.float16, 320),
 }
-# Elements of a message: about a layer, about half of the model, and all of it.
+# Elements per message: about a layer, about half of the model, and all of it.
 BUCKETS = {"256k": 256 << 10, "1m": 1_000_000, "4m": 4 << 20}
 WAYS = ("in_step", "overlapped")
-# Of a forward, or what else is timed apart; of an iteration; exposed of a gather.
+# The forward pass, or what else is timed apart; the iteration; the exposed part of the gather.
 Seconds = tuple[float, float, float]
 Key = tuple[int, str, str]  # a stage, a bucket, a way
 
@@ -59,7 +58,7 @@ def make(mesh: hsdp.Mesh, case: Case, stage: int, bucket: str, overlap: bool) ->
     )
     inputs = torch.randn(case.rows, WIDTH, dtype=case.dtype)
 
-    # At its end nothing is in flight: a forward has read all parameters, and the gradients are there.
+    # At its end nothing is in flight: the forward has read all parameters, and all gradients are reduced.
     def forward_and_backward() -> float:
         start = time.perf_counter()
         with reducer.microbatch(last=True):
@@ -84,10 +83,10 @@ def make(mesh: hsdp.Mesh, case: Case, stage: int, bucket: str, overlap: bool) ->
 def time_rounds(
     mesh: hsdp.Mesh, variants: dict[Any, Callable[[], Seconds]], rounds: int
 ) -> dict[Any, torch.Tensor]:
-    """Of the slowest rank: a row for each round, with columns as in Seconds."""
+    """Times of the slowest rank: a row for each round, with columns as in Seconds."""
     seconds: dict[Any, list[Seconds]] = {key: [] for key in variants}
     gc.disable()
-    for number in range(rounds + 2):  # the first gather is in another order, the second allocates
+    for number in range(rounds + 2):  # the first gather has a different order, the second allocates
         for key in variants if number % 2 == 0 else reversed(variants):
             mesh.world.barrier()
             measured = variants[key]()

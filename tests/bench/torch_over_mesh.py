@@ -1,8 +1,8 @@
 """ShardedOptimizer with shard_over="mesh" beside "shard": steps over a slow link between replicas, and what
 reduction and update add in shared memory, beside DDP with torch's ZeroRedundancyOptimizer over all ranks.
 
-Run by over_mesh.py. Variants take turns, in both orders in turn; each round's slowest rank counts, ratios are
-taken within a round; medians over rounds. Prints `value NAME NUMBER` lines.
+over_mesh.py runs it. Variants take turns, alternating their order. The slowest rank of a round counts. Ratios
+are computed within a round, then their median over rounds. Prints `value NAME NUMBER` lines.
 
     hsdp_run -n 2 python torch_over_mesh.py --part link [--rounds N]
     hsdp_run -n 4 python torch_over_mesh.py --part memory [--rounds N]
@@ -32,8 +32,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 import beside_fsdp2 as example  # noqa: E402
 
 LAYERS, WIDTH = 64, 512  # over the link: 16 Mi elements
-ROWS = {"link": 512, "long": 2048}  # forwards shorter than the gather, and longer
-# Name, shard_over, and whether step() returns before the parameters are there.
+ROWS = {"link": 512, "long": 2048}  # a forward shorter than the gather, and a longer one
+# Name: shard_over, and whether step() returns before the parameters are gathered.
 WAYS: dict[str, tuple[Any, bool]] = {
     "shard": ("shard", True), "mesh": ("mesh", True), "mesh_in_step": ("mesh", False)
 }

@@ -1,15 +1,15 @@
 """Steps with sliced parameters: ShardedOptimizer at stage 3 beside FSDP2 over gloo.
 
-Run by stage3.py, in shared memory and over a slow link. All systems take turns, and each round's
-slowest rank counts. With --replicate 1 the ranks are one shard group.
+stage3.py runs it in shared memory and over a slow link. All systems take turns, and the slowest rank of
+a round counts. With --replicate 1 the ranks are one shard group.
 
 - `steps`: a step is one backward pass and AdamW in bf16 on fp32 masters. What a system adds is the
-  median over rounds of its step's time less that of the same backward pass and of AdamW on this rank's
-  share of the elements, without any exchange.
-- `coalesce`: steps of four backward passes, each reduced, or all once at the end; with units kept from
-  their forward to their backward pass, and until the step.
-- `prefetch`: a forward and a backward pass that need all parameters and reduce nothing. Hidden is what
-  of the gathers' own time they do not take longer than without any exchange.
+  median over rounds of its step's time minus the time of the same backward pass and of AdamW on this
+  rank's share of the elements, without communication.
+- `coalesce`: steps of four backward passes, reduced one by one or once at the end, with units kept from
+  their forward to their backward pass, or until the step.
+- `prefetch`: a forward and a backward pass that need all parameters and reduce nothing. The hidden share
+  is the part of the gathers' time by which the passes do not become longer than without communication.
 
 Prints `value NAME NUMBER` lines.
 
@@ -99,7 +99,7 @@ def fsdp2(
     return step
 
 
-# When a system lets go of gathered parameters.
+# When a system releases gathered parameters.
 KEPT: dict[str, dict[str, bool]] = {
     "": {},
     "_kept": {"reshard_after_forward": False},
@@ -145,14 +145,14 @@ def measure_coalescing(mesh: hsdp.Mesh, asked: argparse.Namespace) -> Values:
 
 
 def frozen_model(asked: argparse.Namespace, dtype: torch.dtype) -> nn.Sequential:
-    """Of layers that only gather: what is trained is one number, beside them."""
+    """A model whose layers are only gathered; it trains a single number beside them."""
     model = make_model(asked, dtype).requires_grad_(False)
     model.register_parameter("trained", nn.Parameter(torch.zeros(1, dtype=dtype)))
     return model
 
 
 def measure_prefetching(mesh: hsdp.Mesh, asked: argparse.Namespace) -> Values:
-    """Of passes that gather for the forward and for the backward pass, and reduce nothing."""
+    """Times passes that gather for the forward and for the backward pass, and reduce nothing."""
     inputs = torch.randn(asked.rows, asked.width, dtype=torch.bfloat16, requires_grad=True)
 
     def passes_of(model: nn.Module) -> example.Step:
@@ -197,7 +197,7 @@ def measure_prefetching(mesh: hsdp.Mesh, asked: argparse.Namespace) -> Values:
 def gathers_of(
     model: nn.Sequential, gather: Callable[[Any], Any], release: Callable[[Any], Any]
 ) -> example.Step:
-    """As many gathers as a forward and a backward pass need, which has the last layer still."""
+    """Gathers as often as a forward and a backward pass; the backward pass still has the last layer."""
 
     def gathers() -> None:
         layers = list(model)

@@ -1,9 +1,9 @@
 """What reducing gradients adds to a training step in torch: ours, FSDP2 and DDP over gloo.
 
-Run by hsdp_run on 4 ranks, which form a mesh of 2x2. Every step has four microbatches; all systems
-take turns within every round. What reduction adds is the median over rounds of the step's time less
-that of the same step without any reduction; the slowest rank counts. FSDP2 keeps its parameters
-whole between steps, so that it is not charged for gathering them. Prints `value NAME NUMBER` lines.
+hsdp_run starts it on 4 ranks, which form a mesh of 2x2. Every step has four microbatches; all systems
+take turns within every round. What reduction adds is the median over rounds of the step's time minus
+that of the same step without reduction; the slowest rank counts. FSDP2 keeps its parameters whole
+between steps, so its time includes no gathers. Prints `value NAME NUMBER` lines.
 
     hsdp_run -n 4 python torch_step.py [--rounds N] [--cases six_2048,...] [--systems ours_f32 ...]
     python torch_step.py --overhead
@@ -58,7 +58,7 @@ def ddp(model: nn.Module, inputs: torch.Tensor) -> example.Step:
 def in_window(
     reducer: hsdp.Reducer, model: nn.Module, inputs: torch.Tensor, **options: Any
 ) -> example.Step:
-    """DDP's schedule in another way: a window of all backward passes."""
+    """Reduces once per step, like DDP: a window of all backward passes."""
     reducer.attach(model)
     names = [parameter.name for parameter in reducer.parameters]
 
@@ -113,7 +113,7 @@ def report_overhead(
     name: str, rounds: int, step: example.Step, other: example.Step,
     prepare: example.Step = lambda: None,
 ) -> None:
-    """What `step` takes longer than `other`, by turns, for each of the small parameters."""
+    """Prints how much longer `step` takes than `other` per small parameter; the two take turns."""
     added = []
     for number in range(rounds + 3):
         prepare()
@@ -133,9 +133,9 @@ def sum_backward(model: nn.ParameterList) -> None:
 
 
 def measure_hand_over(rounds: int) -> None:
-    """What a microbatch takes for each of the small parameters: its begin and its end, less those of a model
-    of one parameter, and its backward pass less the same without hooks; beside that with a hook that does
-    nothing, and with one that only drops the gradient.
+    """Prints what a microbatch costs per small parameter: its begin and end, minus those of a model with one
+    parameter, and its backward pass, minus the same one without hooks. For comparison, also with a hook that
+    does nothing, and with one that only drops the gradient.
     """
     models = {name: small_parameters() for name in ("alone", "empty_hook", "dropping_hook", "hook")}
     for empty, dropping in zip(models["empty_hook"], models["dropping_hook"], strict=True):
@@ -173,7 +173,7 @@ def measure_hand_over(rounds: int) -> None:
 
 
 def measure_overhead(rounds: int) -> None:
-    """A step of many tiny parameters on one rank, with the Reducer and without."""
+    """Times a step of many tiny parameters on one rank, with the Reducer and without."""
     model, other = small_parameters(), small_parameters()
     with hsdp.init_mesh() as mesh:
         reducer = hsdp.Reducer(mesh)

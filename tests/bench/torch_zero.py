@@ -1,10 +1,10 @@
 """From the end of the backward pass to usable parameters: ShardedOptimizer, on slices and on whole
 parameters, beside DDP with torch's ZeroRedundancyOptimizer over gloo; Muon beside DDP with Muon.
 
-Run by hsdp_run; the ranks form one shard group. A step is one backward pass and AdamW. What a system
-adds is the median over rounds of its step's time less that of the same backward pass and of AdamW on
-this rank's share of the elements, without any exchange; the slowest rank counts. All take turns. Of
-Muon the whole steps are compared. Prints `value NAME NUMBER` lines.
+hsdp_run starts it; the ranks form one shard group. A step is one backward pass and AdamW. What a system
+adds is the median over rounds of its step's time minus the time of the same backward pass and of AdamW
+on this rank's share of the elements, without communication; the slowest rank counts. All systems take
+turns. For Muon it compares whole steps. Prints `value NAME NUMBER` lines.
 
     hsdp_run -n 2 python torch_zero.py [--rounds N] [--layers L] [--width W]
     python torch_zero.py --overhead
@@ -37,7 +37,7 @@ ROWS = 8
 
 
 def alone(model: nn.Module, inputs: torch.Tensor, share: int) -> example.Step:
-    """AdamW on fp32 masters of this rank's share."""
+    """Runs AdamW on fp32 masters of this rank's share, without communication."""
     parameters = list(model.parameters())
     slices = [nn.Parameter(p.detach().reshape(-1)[: p.numel() // share].float().clone())
               for p in parameters]
@@ -60,7 +60,7 @@ def ours(
     reducer = hsdp.Reducer(mesh, layout=layout, shard_over=over)
     reducer.attach(model)
     optimizer = hsdp.zero.ShardedOptimizer(
-        cls, model, reducer, overlap_param_gather=False  # parameters are usable after it
+        cls, model, reducer, overlap_param_gather=False  # parameters are usable after step()
     )
 
     def step() -> None:
@@ -72,7 +72,7 @@ def ours(
 
 
 def ddp(model: nn.Module, inputs: torch.Tensor, make: Callable[..., Any]) -> example.Step:
-    """With the optimizer that `make` makes of the parameters."""
+    """Runs DDP with the optimizer that `make` returns for the parameters."""
     parallel = DistributedDataParallel(model)
     optimizer = make(parallel.parameters())
 
@@ -115,7 +115,7 @@ def measure(mesh: hsdp.Mesh, asked: argparse.Namespace) -> None:
 
 
 def measure_overhead(rounds: int) -> None:
-    """A step of many tiny parameters on one rank, less that of the unsharded optimizer."""
+    """Times a step of many tiny parameters on one rank, minus that of the unsharded optimizer."""
     model, other = small_parameters(), small_parameters()
     with hsdp.init_mesh() as mesh:
         reducer = hsdp.Reducer(mesh)

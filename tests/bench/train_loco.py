@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Trains small GPTs with bf16, plain 4 bit and LoCo between two replicas, by several seeds.
 
-They learn the source text of Python's standard library, character by character. A seed settles weights and
-batches, so the hops are compared pair by pair. Says how the loss on files that were not trained on differs from
-the bf16 hop's: the mean over the seeds and its 95 % interval (Student's t).
+They learn the source text of Python's standard library, character by character. A seed determines weights and
+batches, so the hops are compared pair by pair. Prints by how much the loss on files that were not trained on
+differs from the bf16 hop's: the mean over the seeds and its 95 % interval (Student's t).
 
 Usage: hsdp_run -n 2 python tests/bench/train_loco.py [--seeds 6] [--sizes small large] [--json FILE] [--plot FILE]
 """
@@ -31,7 +31,7 @@ WARM_UP = 0.1  # of the steps, in which the learning rate rises
 HOPS = ("bf16", "plain 4 bit", "LoCo")
 BATCH = 32
 SKIPPED = {"test", "tests", "site-packages", "dist-packages"}
-# Of the 95 % interval, by seeds.
+# Student's t for the 95 % interval, by the number of seeds.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
@@ -42,7 +42,7 @@ def make_hop(name, error_every=0):
 
 
 class Text:
-    """Every tenth file is kept to judge by."""
+    """Splits the text: every tenth file is held out for evaluation."""
 
     def __init__(self):
         library = pathlib.Path(sysconfig.get_path("stdlib"))
@@ -103,7 +103,7 @@ def report(size, losses):
 
 
 def plot_errors(mesh, text, path):
-    """quantization_error() of all parameters, while the small one trains."""
+    """Plots quantization_error() of all parameters while the small model trains."""
     hop = make_hop("LoCo", error_every=16)
     steps, found = [], []
 

@@ -11,7 +11,7 @@ using zero::AdamWClock;
 using zero::AdamWSlice;
 using zero::AdamWTick;
 
-// A slice on the device, each of its arrays at an address of its own, and what it shall become.
+// A slice on the device with separately aligned arrays, and the values that it must get.
 struct DeviceSlice {
   DeviceSlice(std::int64_t count, std::mt19937& random, const Stream& stream) {
     for (int i = 0; i < 4; ++i) rows.emplace_back(Dtype::kF32, count, random() % 16, stream);
@@ -40,7 +40,7 @@ struct DeviceSlice {
   std::vector<DeviceRow> wanted;
 };
 
-// Three updates, of which the second one is skipped, against the scalar definition.
+// Compares three updates, the second of which is skipped, with the scalar definition.
 std::string check_updates(const std::vector<std::int64_t>& counts, const Stream& stream) {
   std::mt19937 random(1);
   std::vector<DeviceSlice> slices;
@@ -87,7 +87,7 @@ std::vector<Check> adamw_checks(Effort effort) {
   const auto check = [](const std::vector<std::int64_t>& counts) {
     return [counts](const Stream& stream) { return check_updates(counts, stream); };
   };
-  std::vector<std::int64_t> tails{1023, 1024, 1025, 0, 5000};  // more than one kernel takes
+  std::vector<std::int64_t> tails{1023, 1024, 1025, 0, 5000};  // too many slices for one kernel
   for (std::int64_t count = 0; count <= 70; ++count) tails.push_back(count);
   const std::int64_t largest = effort == Effort::kFull ? 40'000'007 : 300'007;
   return {

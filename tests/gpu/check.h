@@ -1,6 +1,6 @@
-// Checks of what runs on a GPU, without a test framework: they also run where only a compiler is.
+// Checks of GPU code that use no test framework, so that a compiler is all they need.
 //
-// tests/stand_in runs the same checks on the stand-in for the CUDA runtime.
+// tests/stand_in runs the same checks with the stand-in for the CUDA runtime.
 #pragma once
 
 #include <functional>
@@ -13,10 +13,10 @@ namespace hsdp::gpu {
 
 struct Check {
   std::string name;
-  std::function<std::string(Stream)> run;  // on a stream of the GPU; what is wrong, or nothing
+  std::function<std::string(Stream)> run;  // takes a GPU stream; returns what is wrong, or nothing
 };
 
-enum class Effort { kQuick, kFull };  // a CPU in a GPU's place, or a GPU
+enum class Effort { kQuick, kFull };  // for a CPU that stands in for a GPU, or for a GPU
 
 [[nodiscard]] std::vector<Check> device_checks();
 [[nodiscard]] std::vector<Check> pack_checks(Effort effort);
@@ -25,7 +25,6 @@ enum class Effort { kQuick, kFull };  // a CPU in a GPU's place, or a GPU
 [[nodiscard]] std::vector<Check> quantize_checks(Effort effort);
 [[nodiscard]] std::vector<Check> adamw_checks(Effort effort);
 
-// All of them.
 [[nodiscard]] std::vector<Check> all_checks(Effort effort);
 
 }  // namespace hsdp::gpu

@@ -1,6 +1,6 @@
 // Runs the checks on a GPU.
 // Usage: check_device [--list] [--quick] [--only TEXT] [--device INDEX]
-// --list prints the checks' names and needs no GPU.
+// --list prints the names of the checks and needs no GPU.
 // Exit status: 0 all hold, 1 some do not, 2 bad usage, 77 there is no GPU.
 #include <chrono>
 #include <cstdio>

@@ -1,8 +1,9 @@
-// Checks the NCCL engine between processes, and times its two reductions beside each other.
+// Checks the NCCL engine between processes, and compares the times of its two reductions.
 //
 // Usage: check_nccl REPLICATE SHARD FOLDER      one process of several, started by nccl_ranks.sh
-// RANK and WORLD_SIZE say which one; FOLDER is empty at the start and shared by all. Each rank uses
-// GPU RANK modulo the number of GPUs; ranks that share one need an NCCL_HOSTID each.
+// RANK and WORLD_SIZE give its rank. FOLDER is empty at the start, and all ranks share it. Each
+// rank uses GPU RANK modulo the number of GPUs. Ranks that share a GPU each need a different
+// NCCL_HOSTID.
 // Exit status: 0 all holds, 1 something does not, 77 there is no GPU or no libnccl.
 #include <chrono>
 #include <cstdio>
@@ -21,7 +22,7 @@ namespace hsdp::gpu {
 namespace {
 
 constexpr int kSkipped = 77;
-// NCCL takes up to a minute to connect on a machine that was just started.
+// On a machine that was just started, NCCL takes up to a minute to connect.
 constexpr std::chrono::milliseconds kTimeout{120'000};
 
 int variable(const char* name) {
@@ -45,7 +46,7 @@ int run(int replicate, int shard, const char* folder) {
   try {
     check_nccl_engine(world, replicate, shard, device);
   } catch (const std::exception& error) {
-    world.abort(error.what());  // or the others wait for this rank
+    world.abort(error.what());  // otherwise the other ranks wait for this one
     throw;
   }
   if (rank == 0) {

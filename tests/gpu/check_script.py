@@ -20,9 +20,9 @@ def run(
     takes: Callable[[int], bool],
     work: Callable[[str, str], int],
 ) -> int:
-    """The exit status of `work(mesh, device)`, or of a signal that ended it.
+    """Returns the exit status of `work(mesh, device)`, or of a signal that ended it.
 
-    `mesh` is the default one; `takes` says whether that many ranks will do, which are `expected`.
+    `mesh` is the default. `takes` says whether a number of ranks is accepted; `expected` names the accepted ones.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", choices=["cpu", "cuda"], required=True)
@@ -54,8 +54,8 @@ def main(
     run_check: Callable[[str, str, str], str],
     why_not: Callable[[str, str], str] = lambda name, device: "",
 ) -> int:
-    """Runs a script's checks and prints their lines. `run_check(name, mesh, device)` says what is wrong,
-    `why_not(name, device)` why a check cannot run there; or nothing."""
+    """Runs a script's checks and prints their lines. `run_check(name, mesh, device)` returns what is wrong, or
+    nothing; `why_not(name, device)` returns why a check cannot run on the device, or nothing."""
 
     def work(mesh: str, device: str) -> int:
         failed = False

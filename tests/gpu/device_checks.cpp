@@ -21,7 +21,7 @@ void double_in_place(const Buffer& buffer, const Stream& stream) {
       {.in = buffer.data(), .out = buffer.data(), .count = kCount, .exponent = 1}, stream);
 }
 
-// By 0 it makes infinities, which set the flag.
+// Dividing by 0 makes infinities, which set the flag.
 void divide_in_place(const Buffer& buffer, float divisor, const Flag& flag, const Stream& stream) {
   kernels::scale_and_cast({.in = buffer.data(),
                            .out = buffer.data(),
@@ -97,7 +97,7 @@ std::string check_host_and_device_wait(Stream stream) {
   const Buffer buffer = make_ones(stream);
   const Flag from_device = make_flag(stream.device());
   const Flag from_host = make_flag(stream.device());
-  // GPU -> host -> GPU, enqueued without waiting.
+  // Enqueues work on the GPU, the host and the GPU again without waiting in between.
   divide_in_place(buffer, 0.0F, from_device, stream);
   host.wait(stream.record());
   host.run([&] { from_host->store(from_device->load()); });

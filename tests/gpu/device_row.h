@@ -1,4 +1,4 @@
-// Elements on a device at any alignment, with guards around, and a copy of them on the host.
+// Elements on a device at any alignment, between guards, with a copy on the host.
 #pragma once
 
 #include <cstddef>
@@ -16,8 +16,8 @@
 
 namespace hsdp::gpu {
 
-// Bytes on a device between guards, and a copy of all that on the host. They start `offset` bytes
-// after an aligned address.
+// Bytes on a device between guards, with a copy of bytes and guards on the host. The bytes start
+// `offset` bytes after an aligned address.
 class GuardedBytes {
  public:
   GuardedBytes(std::size_t size, std::size_t offset, Stream stream)
@@ -29,12 +29,12 @@ class GuardedBytes {
     upload();
   }
 
-  // What was changed on the host goes to the device.
+  // Copies the host's bytes to the device.
   void upload() {
     copy_bytes(memory_.data(), bytes_.data(), bytes_.size(), stream_);
     stream_.synchronize();
   }
-  // And back; what is wrong with the guards, or nothing.
+  // Copies them back. Returns what is wrong with the guards, or nothing.
   [[nodiscard]] std::string download() {
     copy_bytes(bytes_.data(), memory_.data(), bytes_.size(), stream_);
     stream_.synchronize();
@@ -61,7 +61,7 @@ class GuardedBytes {
 
 class DeviceRow {
  public:
-  // They start `offset` elements after an address that is aligned.
+  // The elements start `offset` elements after an aligned address.
   DeviceRow(Dtype dtype, std::int64_t count, std::size_t offset, const Stream& stream)
       : dtype_(dtype),
         count_(count),
@@ -75,7 +75,7 @@ class DeviceRow {
     upload();
   }
   void upload() { bytes_.upload(); }
-  // The other's elements.
+  // Copies the elements of `other`.
   void copy_from(const DeviceRow& other) {
     std::memcpy(host(), other.host(), static_cast<std::size_t>(count_) * size_bytes(dtype_));
     upload();
@@ -90,8 +90,8 @@ class DeviceRow {
   [[nodiscard]] ConstTensorView view() { return {data(), count_, dtype_, bytes_.device()}; }
   [[nodiscard]] ConstTensorView host_view() const { return {host(), count_, dtype_}; }
 
-  // What the device wrote against the host's elements of `expected`: bit for bit, but for the
-  // payloads of NaN; and nothing outside.
+  // Compares what the device wrote with the host's elements of `expected`, bit for bit except for
+  // the payloads of NaNs, and checks the guards. Returns the first difference, or nothing.
   [[nodiscard]] std::string difference(const DeviceRow& expected) {
     if (const std::string found = bytes_.download(); !found.empty()) return found;
     const std::size_t width = size_bytes(dtype_);

@@ -2,9 +2,9 @@
 
     drills.py --device cpu|cuda [--mesh 1x2]
 
-Starts the ranks itself. Prints a verdict for each drill; exit status 0 when all hold, else 1. The last
-two need a GPU. Whatever happens, every rank must get an error in time, and no result may hold anything
-but right values or NaN.
+It starts the ranks itself and prints a verdict for each drill. Exit status: 0 if all hold, else 1. The last
+two need a GPU. In each drill every rank must get an error in time, and results must hold only right values
+or NaN.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ import hsdp
 
 NAMES = [f"w{i}" for i in range(8)]
 COUNT = 40_000
-# Eight processes that start on as many GPUs take a minute until NCCL has connected them, which the
-# timeout bounds, too.
+# NCCL takes a minute to connect eight processes on eight GPUs, and the timeout bounds that, too.
 TIMEOUT_S = {"cpu": 4.0, "cuda": 60.0}
 LIMIT_S = {"cpu": 150.0, "cuda": 300.0}
-GRACE_S = {"cpu": 10.0, "cuda": 30.0}  # beyond which an error is late
+GRACE_S = {"cpu": 10.0, "cuda": 30.0}  # a later error counts as late
 KEPT_FREE_BYTES = 8 << 20
 MEMORY_STEP_ELEMENTS = 64 << 20
-# Half a second or more of a GPU, and less than that to look after what waits behind it.
+# A GPU spins for half a second or more. The capture is shorter, so it ends while the step still waits.
 BUSY_CYCLES = 1_000_000_000
 CAPTURE_S = 0.2
 
@@ -52,7 +51,7 @@ def _shards(reducer: Any) -> list[Any]:
 
 
 def _stray_values(tensors: list[Any], allowed: list[float]) -> list[float]:
-    """What is neither allowed nor NaN."""
+    """Returns up to five of the values that are neither allowed nor NaN."""
     values = torch.cat([t.float().flatten().cpu() for t in tensors]) if tensors else torch.empty(0)
     right = values.isnan()
     for value in allowed:
@@ -61,7 +60,7 @@ def _stray_values(tensors: list[Any], allowed: list[float]) -> list[float]:
 
 
 def lose_last_rank(replicate: int, shard: int, on: str, signal_number: int) -> Any:
-    """One rank; the last one sends itself the signal in the middle of its second step."""
+    """Runs one rank. The last rank sends itself the signal in the middle of its second step."""
     device = ranks.device_of_rank(on)
     mesh = hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S[on])
     reducer = hsdp.Reducer(mesh, bucket_bytes=2 * 4 * COUNT)
@@ -75,10 +74,10 @@ def lose_last_rank(replicate: int, shard: int, on: str, signal_number: int) -> A
     def leave() -> None:
         if mesh.rank == mesh.size - 1:
             if device.type == "cuda":
-                torch.cuda.synchronize()  # the first buckets are on their way
+                torch.cuda.synchronize()  # so that the first buckets are on their way
             os.kill(os.getpid(), signal_number)
 
-    seen = []  # not the first step's: the second one may write there
+    seen = []  # without the first step's shards, which the second step may overwrite
     start = time.monotonic()
     try:
         _step(reducer, device, 16.0, leave)
@@ -128,7 +127,7 @@ def stop(mesh: str, device: str) -> str:
 
 
 def _fill_memory() -> list[Any]:
-    """Leaves no block of KEPT_FREE_BYTES on this GPU."""
+    """Allocates until no block of KEPT_FREE_BYTES is left on this GPU."""
     held = []
     size = torch.cuda.mem_get_info()[0]
     while size > KEPT_FREE_BYTES:
@@ -140,13 +139,13 @@ def _fill_memory() -> list[Any]:
 
 
 def fill_and_step(replicate: int, shard: int) -> list[str]:
-    """One rank; the first one leaves no memory for the Reducer. How the step ended, and the next."""
+    """Runs one rank; the first rank leaves no memory for the Reducer. Returns how that step and the next end."""
     device = ranks.device_of_rank("cuda")
     mesh = hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S["cuda"])
     reducer = hsdp.Reducer(mesh)
     reducer.register("w", (MEMORY_STEP_ELEMENTS,))
     gradient = torch.ones(MEMORY_STEP_ELEMENTS, device=device)
-    mesh.world.barrier()  # those who share the GPU have their gradients
+    mesh.world.barrier()  # ranks that share the GPU have allocated their gradients
     held = _fill_memory() if mesh.rank == 0 else []
     mesh.world.barrier()
     told = []
@@ -161,7 +160,7 @@ def fill_and_step(replicate: int, shard: int) -> list[str]:
             told.append(f"{type(error).__name__}: {str(error).splitlines()[0]}")
         held.clear()
         torch.cuda.empty_cache()
-        mesh.world.barrier()  # nobody tries again before the memory is there
+        mesh.world.barrier()  # no rank tries again before the memory is free
     return told
 
 
@@ -185,9 +184,9 @@ def out_of_memory(mesh: str, device: str) -> str:
 
 
 def capture_and_step(replicate: int, shard: int) -> str:
-    """One rank; what is wrong, or nothing. All ranks capture while their GPUs still have a step to do,
-    so that the threads that look after its collectives ask for its events meanwhile: from any thread
-    CUDA takes such a question for an error that spoils the capture."""
+    """Runs one rank and returns what is wrong, or nothing. All ranks capture while their GPUs still have a step
+    to do, so that the threads that watch its collectives query events during the capture. CUDA treats such a
+    query, from any thread, as an error that invalidates the capture."""
     device = ranks.device_of_rank("cuda")
     mesh = hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S["cuda"])
     reducer = hsdp.Reducer(mesh)
@@ -199,7 +198,7 @@ def capture_and_step(replicate: int, shard: int) -> str:
         with reducer.microbatch(last=True):
             reducer.gradient_ready("w", gradient)
 
-    step()  # or the first step would be set up in the capture
+    step()  # otherwise the first step's set-up would fall into the capture
     torch.cuda.synchronize()
     mesh.world.barrier()
     torch.cuda._sleep(BUSY_CYCLES)

@@ -42,7 +42,7 @@ std::filesystem::path FileControl::file(std::string_view key, std::span<const in
   return folder_ / name.append("=").append(std::to_string(rank));
 }
 
-// A reader sees all of it or nothing.
+// Writes so that a reader sees the whole file or none.
 void FileControl::write(const std::filesystem::path& path, std::string_view text) const {
   std::filesystem::path temporary = path;
   temporary += "~" + std::to_string(rank_);

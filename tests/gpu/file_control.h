@@ -1,8 +1,8 @@
-// A Control between processes of one host that needs no library: messages are files in a folder
-// that the ranks share. For checks only: it polls.
+// A Control between processes of one host that needs no library: messages are files in a shared
+// folder. Only for checks, because it polls.
 //
-// A rank that fails leaves a file that the others see. A wait that lasts longer than `timeout`
-// fails.
+// A rank that fails writes a file, by which the others learn of the failure. A wait fails after
+// `timeout`.
 #pragma once
 
 #include <atomic>
@@ -60,7 +60,7 @@ class FileControl : public comm::Control {
  private:
   using Clock = std::chrono::steady_clock;
   struct Wait {
-    std::string operation;  // with its bucket
+    std::string operation;  // with the bucket
     Clock::time_point since;
   };
   struct Callbacks {
@@ -92,7 +92,7 @@ class FileControl : public comm::Control {
   std::optional<comm::Failure> failure_;
   std::map<int, Wait> waits_;
   int next_slot_ = 0;
-  // Shared with the handles, which may live longer.
+  // Shared with the handles, which may outlive this object.
   std::shared_ptr<Callbacks> callbacks_ = std::make_shared<Callbacks>();
   comm::Listeners listeners_;
   std::map<std::pair<std::string, int>, int> told_;   // messages sent, by topic and receiver

@@ -1,5 +1,5 @@
-// Bandwidth of each kernel, timed by CUDA events, as a share of the device-to-device copy bandwidth
-// measured in the same run. Results are compared with the scalar definition.
+// Measures the bandwidth of each kernel with CUDA events, as a share of the bandwidth of a
+// device-to-device copy in the same run. Compares the results with the scalar definition.
 // Usage: kernel_bandwidth_gpu [--mib SIZE]...   of the largest array; default 64 and 512
 // Exit status: 0, 1 when a result is wrong, 2 on bad usage, 77 when there is no GPU.
 #include <cuda_runtime.h>
@@ -30,7 +30,7 @@ constexpr int kLaunches = 10;
 constexpr int kRepeats = 9;
 constexpr double kAim = 0.9;
 
-// Seconds of one launch: the median of several rounds.
+// Returns the seconds of one launch, the median of several rounds.
 double seconds(const Case& what, Stream& stream) {
   cudaEvent_t begin = nullptr;
   cudaEvent_t end = nullptr;
@@ -53,7 +53,7 @@ double seconds(const Case& what, Stream& stream) {
   return rounds[rounds.size() / 2];
 }
 
-// What a kernel reads and writes: memory of the GPU or, for the scalar definition, of the host.
+// The memory that a kernel reads and writes: on the GPU, or on the host for the scalar definition.
 struct Place {
   const std::byte* in;
   const std::byte* add;
@@ -61,8 +61,8 @@ struct Place {
   std::int64_t count;
 };
 
-// `with(place, run)` calls run() with the arguments for a place, which the kernel and the scalar
-// definition both take. From arrays 0 and 1 to array 2.
+// A case that reads arrays 0 and 1 and writes array 2. `with(place, run)` calls run() with the
+// arguments for a place; the kernel and the scalar definition take the same arguments.
 template <class With, class Kernel, class Reference>
 Case compared_case(Arena& arena, std::string name, std::int64_t count, double bytes_per_element,
                    Dtype out, With with, Kernel kernel, Reference reference) {
@@ -87,8 +87,8 @@ double bytes_of(Dtype from, Dtype to) {
   return static_cast<double>(size_bytes(from) + size_bytes(to));
 }
 
-// The arrays hold `count` elements of the wider dtype. `adds`: into the fp32 carry, out of place
-// for the check.
+// The arrays hold `count` elements of the wider dtype. With `adds` the kernel adds into the fp32
+// carry, out of place so that the result can be checked.
 Case pack_case(Arena& arena, const std::string& title, Dtype from, Dtype to,
                bool transposed = false, bool adds = false) {
   const std::int64_t count = std::min(arena.count(from), arena.count(to)) / 4096 * 4096;
@@ -108,7 +108,7 @@ Case pack_case(Arena& arena, const std::string& title, Dtype from, Dtype to,
       kernels::cast_and_pack_reference);
 }
 
-// Array 0 holds the rows, array 1 the carry that the total joins.
+// Array 0 holds the rows, array 1 the carry that is added to their sum.
 Case sum_case(Arena& arena, Dtype dtype, std::int64_t row_count) {
   const std::int64_t count = arena.count(dtype) / row_count / 64 * 64;
   const std::size_t row_bytes = static_cast<std::size_t>(count) * size_bytes(dtype);

@@ -1,4 +1,4 @@
-// What the bandwidth program measures, and the memory that it does it in.
+// The cases that the bandwidth program measures, and their memory.
 #pragma once
 
 #include <algorithm>
@@ -19,15 +19,15 @@ namespace hsdp::gpu {
 constexpr Device kGpu{DeviceType::kCuda, 0};
 constexpr std::int64_t kCompared = 1 << 20;  // elements that a check compares
 
-// One kernel on data that rotate, so that no cache serves the next launch.
+// One kernel on rotating data, so that no launch finds its data in the cache.
 struct Case {
   std::string name;
   double bytes = 0;                           // read and written by one launch
-  std::function<void(int set)> launch;        // enqueues one
-  std::function<std::string(int set)> check;  // after it: what is wrong, or nothing
+  std::function<void(int set)> launch;        // enqueues one launch
+  std::function<std::string(int set)> check;  // after a launch: what is wrong, or nothing
 };
 
-// The memory of one array size. `set` picks one of the arrays that rotate.
+// The memory for one array size. `set` picks one of the rotating sets of arrays.
 class Arena {
  public:
   Arena(std::size_t array_bytes, Stream stream)
@@ -38,7 +38,7 @@ class Arena {
             static_cast<int>(std::clamp<std::size_t>((std::size_t{1} << 30U) / set_bytes_, 2, 6))),
         memory_(kGpu, set_bytes_ * static_cast<std::size_t>(sets_)),
         host_(array_bytes) {
-    // Finite values for every dtype: bf16 and f16 of exponents near one.
+    // Values that are finite in every dtype: as bf16 and as f16 their exponents are near that of 1.
     std::mt19937 random(1);
     for (std::size_t i = 0; i + 2 <= host_.size(); i += 2) {
       const auto bits = static_cast<std::uint16_t>((random() & 0x83ffU) | 0x3c00U);
@@ -53,7 +53,7 @@ class Arena {
     }
     stream_.synchronize();
   }
-  // Arrays 0 and 1 hold the host's values, 2 is for output.
+  // Arrays 0 and 1 hold the host's values; array 2 is for output.
   [[nodiscard]] std::byte* at(int set, int array) const {
     return memory_.data() + static_cast<std::size_t>(set % sets_) * set_bytes_ +
            static_cast<std::size_t>(array) * array_bytes_;
@@ -80,7 +80,7 @@ class Arena {
   std::vector<std::byte> host_;
 };
 
-// The kernels of quant/quantize.h, int4 in groups of 64 with bf16 scales and int8 errors.
+// The kernels of quant/quantize.h, with int4 in groups of 64, bf16 scales and int8 errors.
 std::vector<Case> quantize_cases(Arena& arena);
 
 }  // namespace hsdp::gpu

@@ -3,9 +3,9 @@
 
     tests/gpu/make_kit.py [FOLDER]      default build/gpu-kit
 
-FOLDER then holds, and FOLDER.tar.gz too: ./run, the check programs, the Python package for the Python
-that runs this, the libraries that it needs beyond glibc, and a manifest. Needs nvcc, Boost and HDF5,
-and no GPU. It is built for the default architectures, or those in CUDAARCHS.
+FOLDER, and the archive FOLDER.tar.gz, then hold ./run, the check programs, the Python package for the Python
+that runs this script, the libraries that they need besides glibc, and a manifest. The script needs nvcc, Boost
+and HDF5, but no GPU. It builds for the default architectures, or for those in CUDAARCHS.
 """
 
 import argparse
@@ -30,7 +30,7 @@ ROOT = HERE.parents[1]
 LIMIT_S = 3600
 SCRIPTS = ("run.py", "ranks.py", "check_script.py", "torch_loop.py", "sharded_loop.py", "drills.py",
            "step_times.py", "nccl_ranks.sh", "nccl_trace.py")
-# Of glibc, which must be the machine's own; and of the driver.
+# Libraries of glibc, which must be the machine's, and of the driver.
 NOT_CARRIED = re.compile(
     r"^(linux-vdso|ld-linux|libc\.so|libm\.so|libdl\.so|libpthread|librt\.so|libresolv|libutil\.so|"
     r"libanl|libnss_|libcuda\.so|libnvidia)"
@@ -43,7 +43,7 @@ exec "${PYTHON:-python3}" "$here/tests/gpu/run.py" --prebuilt "$here" --report "
 
 
 def libraries_of(file: pathlib.Path) -> Dict[str, pathlib.Path]:
-    """Name -> file of all that a binary loads, but for glibc."""
+    """Maps the names of the libraries that a binary loads, except glibc's and the driver's, to their files."""
     listed = subprocess.run(["ldd", str(file)], stdout=subprocess.PIPE, text=True, check=True).stdout
     found = {}
     for line in listed.splitlines():
@@ -58,7 +58,7 @@ def libraries_of(file: pathlib.Path) -> Dict[str, pathlib.Path]:
 
 
 def cache_value(build: pathlib.Path, name: str) -> str:
-    """What CMake settled on."""
+    """Returns the value that CMake has in its cache."""
     cache = (build / "CMakeCache.txt").read_text(encoding="utf-8")
     found = re.search(rf"^{name}:[A-Z]+=(.*)$", cache, re.M)
     return found[1] if found else "unknown"
@@ -85,7 +85,7 @@ def build_all(checks: pathlib.Path, module: pathlib.Path) -> None:
 
 
 def copy_package(module: pathlib.Path, package: pathlib.Path) -> pathlib.Path:
-    """The package's files, not its links into the sources; the module."""
+    """Copies the package, following its links into the sources. Returns the path of the module."""
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(module / "python" / "hsdp", package / "hsdp", symlinks=False, ignore=ignored)
     return next((package / "hsdp").glob("_hsdp*.so"))
@@ -107,7 +107,7 @@ def copy_scripts(folder: pathlib.Path) -> None:
 
 
 def make_kit(made: pathlib.Path) -> pathlib.Path:
-    """The archive. A kit that was begun and not finished is never taken for one."""
+    """Makes the kit and returns its archive. A kit gets its name only when it is complete."""
     checks, module = ROOT / "build" / "gpu-kit-checks", ROOT / "build" / "gpu-kit-python"
     build_all(checks, module)
     kit = made.with_name(made.name + ".part")

@@ -1,4 +1,4 @@
-// What the NCCL engine has to do on a GPU, and how long it takes.
+// Checks what the NCCL engine does on a GPU, and measures how long it takes.
 #include "nccl_checks.h"
 
 #include <chrono>
@@ -22,7 +22,7 @@ namespace {
 constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kBf16, Dtype::kF16};
 constexpr std::int64_t kCount = 300'007;
 
-// Of any magnitude and sign, the same on every rank.
+// Values of any magnitude and sign. Every rank can compute those of all ranks.
 float noise(int rank, std::int64_t i) {
   std::uint64_t x = static_cast<std::uint64_t>(i) * 0x9e3779b97f4a7c15U +
                     static_cast<std::uint64_t>(rank + 1) * 0xbf58476d1ce4e5b9U;
@@ -32,7 +32,7 @@ float noise(int rank, std::int64_t i) {
                     static_cast<int>((x >> 40U) % 24) - 12);
 }
 
-// Their sums over a few ranks are exact in every dtype.
+// Integers whose sums over a few ranks are exact in every dtype.
 float small_integer(int rank, std::int64_t i) {
   return static_cast<float>((i * 7 + rank * 3) % 13);
 }
@@ -47,7 +47,7 @@ std::vector<float> noise_of(int rank, std::int64_t count) {
   return values(count, [rank](std::int64_t i) { return noise(rank, i); });
 }
 
-// Values in memory of the GPU.
+// Values in GPU memory.
 class DeviceValues {
  public:
   DeviceValues(Device device, const std::vector<float>& values, Dtype dtype = Dtype::kF32)
@@ -67,7 +67,7 @@ class DeviceValues {
   Buffer buffer_;
 };
 
-// Throws, with the first element whose bits differ.
+// Throws an Error that names the first element whose bits differ.
 void require_equal(TensorView got, const std::vector<float>& want, const std::string& what,
                    Stream& stream) {
   if (got.count != static_cast<std::int64_t>(want.size())) {
@@ -83,7 +83,7 @@ void require_equal(TensorView got, const std::vector<float>& want, const std::st
   }
 }
 
-// The sum in ascending rank of rows that were rounded once.
+// The sum, in ascending rank, of rows that were rounded once.
 float sum_of_rows(int ranks, Dtype dtype, std::int64_t i) {
   float sum = kernels::rounded_through(noise(0, i), dtype);
   for (int r = 1; r < ranks; ++r) sum += kernels::rounded_through(noise(r, i), dtype);
@@ -151,7 +151,7 @@ void check_moves(Communicator& world, Stream& stream, Device device) {
   const std::int64_t count = row * world.size();
   const DeviceValues in(device, noise_of(world.rank(), count));
   const DeviceValues out(device, std::vector<float>(static_cast<std::size_t>(count)));
-  // Rows of `length` from all ranks, which each of them has at `begin`.
+  // Rows of `length` elements from all ranks; each rank has its row at `begin`.
   const auto received = [&](std::int64_t length, std::int64_t begin) {
     return values(length * world.size(), [=](std::int64_t i) {
       return noise(static_cast<int>(i / length), begin + i % length);
@@ -178,7 +178,7 @@ void check_moves(Communicator& world, Stream& stream, Device device) {
   world.wait(stream.record());
 }
 
-// One step of two microbatches in small buckets; the mean of rank r's noise.
+// Checks the means of one step with two microbatches in small buckets.
 void check_reducer(const Mesh& mesh, Stream& stream, bool native) {
   const std::int64_t count = 100'003;
   ReducerOptions options{.bucket_bytes = 64 << 10};

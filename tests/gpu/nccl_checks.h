@@ -5,7 +5,7 @@
 
 namespace hsdp::gpu {
 
-// Throws what does not hold. Rank 0 says what does.
+// Throws an Error that names the first check that fails. Rank 0 prints those that hold.
 void check_nccl_engine(Communicator& world, int replicate, int shard, Device device);
 // Rank 0 prints the times of both reductions.
 void measure_nccl_engine(Communicator& world, Device device);

@@ -2,10 +2,10 @@
 # Runs check_nccl as REPLICATE x SHARD processes on this machine's GPUs.
 #
 # Usage: tests/gpu/nccl_ranks.sh BUILD_DIR REPLICATE SHARD
-# Each process says that it is a host of its own, so that several may share a GPU; their data then
-# goes through the loopback interface: right for checks, useless for timing. With a GPU for each
-# rank, SHARE_GPU=0 leaves that out.
-# LIMIT_S, default 240: the seconds for each process, which include minutes to start on many GPUs.
+# Each process claims to be a separate host, so that several can share a GPU. Their data then go
+# through the loopback interface, which is right for checks and useless for timing. If each rank has
+# a GPU, SHARE_GPU=0 turns that off.
+# LIMIT_S, default 240: the seconds for each process, including minutes to start on many GPUs.
 # Exit status: 0 all hold, 1 some do not, 124 a process ran out of time, 77 there is no GPU or no libnccl.
 set -u
 build=${1:?usage: nccl_ranks.sh BUILD_DIR REPLICATE SHARD}
@@ -14,7 +14,7 @@ shard=${3:?usage: nccl_ranks.sh BUILD_DIR REPLICATE SHARD}
 export WORLD_SIZE=$((replicate * shard))
 limit_s=${LIMIT_S:-240}
 
-# The library of Python's NCCL, where the loader knows none.
+# Uses the NCCL library of Python's packages if the loader finds none.
 if [ -z "${HSDP_NCCL_LIBRARY:-}" ] && ! ldconfig -p 2>/dev/null | grep -q 'libnccl\.so\.2'; then
   found=$(python3 -c 'import nvidia.nccl as n; print(list(n.__path__)[0])' 2>/dev/null)
   for file in "$found/lib/libnccl.so.2" "$build/../nccl/nvidia/nccl/lib/libnccl.so.2"; do

@@ -2,11 +2,11 @@
 """Compares what the ranks of a run told NCCL, from the traces that tests/gpu/nccl_shim wrote.
 
 Usage: nccl_trace.py FOLDER [--json FILE]
-Prints each violation and each note, and at last one line such as
-`trace: 2 ranks, 384 calls, 0 violations`. On every communicator all ranks must make the same collectives
-in the same order, each send must have its receive, and memory is registered on all ranks or on none: NCCL
-hangs on anything else (enqueue.cc, "We require users registering buffers on both sides"). What the shim
-itself found counts, too.
+Prints each violation and each note, and finally a line such as
+`trace: 2 ranks, 384 calls, 0 violations`. On every communicator all ranks must call the same collectives
+in the same order, each send must have a receive, and memory must be registered on all ranks or on none.
+NCCL hangs otherwise (enqueue.cc, "We require users registering buffers on both sides"). The findings of
+the shim count, too.
 Exit status: 0 no violation, 1 violations, 2 bad usage or no trace.
 """
 
@@ -23,7 +23,7 @@ Line = Dict[str, Any]
 
 COLLECTIVES = {"all_gather", "all_reduce", "broadcast", "reduce_scatter", "ncclCommSplit"}
 ENDS = {"ncclCommAbort", "ncclCommRevoke"}  # after these the ranks' calls need not match
-TERMS = ("call", "bytes", "peer", "dtype", "operation")  # that all ranks of a collective share
+TERMS = ("call", "bytes", "peer", "dtype", "operation")  # must be the same on all ranks
 
 
 class Finding(NamedTuple):
@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
 
 class Report:
-    """What is wrong, and what is only worth knowing."""
+    """Violations, and notes that are only worth knowing."""
 
     def __init__(self) -> None:
         self.violations: list[Finding] = []
@@ -43,7 +43,7 @@ class Report:
 
 
 class Communicator:
-    """The calls of its ranks, each rank's in order."""
+    """The calls of the communicator's ranks, each rank's in order."""
 
     def __init__(self, name: str, lines: list[Line]) -> None:
         self.name = name
@@ -54,7 +54,7 @@ class Communicator:
             self.by_rank[line["rank"]].append(line)
 
     def where(self, rank: int) -> str:
-        """A rank of the communicator as the job knows it."""
+        """Names a rank of the communicator by its rank in the job."""
         lines = self.by_rank.get(rank)
         return f"rank {lines[0]['world_rank']}" if lines else f"its rank {rank}"
 
@@ -78,7 +78,7 @@ class Communicator:
             self.compare(report, first, calls[first], other, calls[other])
 
     def compare(self, report: Report, first: int, wanted: list[Line], other: int, got: list[Line]) -> None:
-        """Up to the first difference: what follows it follows from it."""
+        """Compares two ranks' calls up to the first difference, which causes all later ones."""
         for number, (a, b) in enumerate(zip(wanted, got), 1):
             place = f"communicator {self.name}, collective {number}"
             if any(a[term] != b[term] for term in TERMS):
@@ -118,7 +118,7 @@ class Communicator:
 
     def check_registration(self, report: Report, what: str, first: int, one: bool | None, other: int,
                            another: bool | None) -> None:
-        if one is None or another is None or one == another:  # None: there is no memory
+        if one is None or another is None or one == another:  # None: the call has no memory
             return
         there, not_there = (first, other) if one else (other, first)
         report.add("registration",
@@ -132,7 +132,7 @@ def describe(line: Line) -> str:
 
 
 def read_lines(file: pathlib.Path) -> Iterator[Line]:
-    """A process that was killed may have left its last line unfinished."""
+    """Reads the lines of a file. A killed process may have left the last one unfinished."""
     for text in file.read_text(encoding="utf-8").splitlines(keepends=True):
         if text.endswith("\n"):
             yield json.loads(text)
@@ -148,7 +148,7 @@ def check(lines: list[Line]) -> Report:
     for line in lines:
         if line["kind"] != "call":
             report.add(line["rule"], line["text"], counts=line["kind"] == "violation")
-        elif line["rank"] >= 0:  # not one of a communicator that the shim does not know
+        elif line["rank"] >= 0:  # -1: the shim does not know the communicator
             by_name[line["communicator"]].append(line)
     for name, calls in sorted(by_name.items()):
         Communicator(name, calls).check(report)

@@ -1,5 +1,5 @@
-// In place of what the checks of a bare machine have no libraries for: snapshots, digests, flight
-// records and rendezvous.
+// Stand-ins for the parts whose libraries a bare machine lacks: snapshots, digests, flight records
+// and the rendezvous.
 #include "hsdp/comm/rendezvous/host_identity.h"
 #include "hsdp/comm/world.h"
 #include "hsdp/error.h"

@@ -15,7 +15,7 @@
 namespace hsdp::gpu {
 namespace {
 
-// Of all rows at once.
+// Checks the norms of all rows in one call.
 std::string check_norms_of(std::deque<DeviceRow>& rows, const Stream& stream) {
   const Buffer sums(stream.device(), rows.size() * sizeof(double));
   std::vector<kernels::SquaredNorm> norms;
@@ -35,7 +35,7 @@ std::string check_norms_of(std::deque<DeviceRow>& rows, const Stream& stream) {
   return {};
 }
 
-// Finite values of very different sizes, so that another order of additions shows.
+// Finite values of very different sizes, so that another order of additions changes the sum.
 void fill_finite(DeviceRow& row, std::mt19937& random) {
   for (std::int64_t i = 0; i < row.count(); ++i) {
     const auto bits = static_cast<std::uint32_t>(random());
@@ -54,7 +54,7 @@ std::string check_norms(std::int64_t largest, const Stream& stream) {
                                                               50000, 1024 * 1024 + 1, largest}) {
       fill_finite(rows.emplace_back(dtype, count, random() % 16, stream), random);
     }
-    for (int i = 0; i < 150; ++i) {  // more than one launch takes
+    for (int i = 0; i < 150; ++i) {  // too many rows for one launch
       const auto count = static_cast<std::int64_t>(random() % 3000);
       DeviceRow& row = rows.emplace_back(dtype, count, random() % 16, stream);
       fill_finite(row, random);
@@ -109,7 +109,7 @@ std::string check_product(DeviceRow& row, float by, const double* factor, const 
   return row.difference(expected);
 }
 
-// Clipping: the ordered sum, the factor, and the product, against the host's.
+// Compares the ordered sum, the factor and the product of clipping with the host's.
 std::string check_clip(const Stream& stream) {
   std::mt19937 random(3);
   for (const std::int64_t count : {1, 3, 7, 8, 9, 31, 4097, 100003}) {
@@ -171,7 +171,7 @@ std::string check_indicate(const Stream& stream) {
   return {};
 }
 
-// Everything or nothing, and the memory around it stays.
+// poison() must write every element or none, and nothing outside.
 std::string check_poison(const Stream& stream) {
   const Flag word = make_flag(stream.device());
   for (const std::uint32_t poisoned : {0U, 1U}) {

@@ -14,7 +14,7 @@ namespace {
 
 using kernels::CastAndPack;
 
-// A gradient in memory of its own. Strides may be negative: the data start inside the memory.
+// A gradient that owns its memory. With negative strides the data start inside the memory.
 struct Gradient {
   Gradient(Dtype dtype, const Shape& shape, const Shape& strides, std::mt19937& random,
            const Stream& stream)
@@ -48,7 +48,7 @@ struct Window {
   std::int64_t count = 0;
 };
 
-// One window of a gradient, which outlives it; `gradient` nullptr: zeros.
+// One window of `gradient`, which must outlive the case; nullptr means zeros.
 class PackCase {
  public:
   PackCase(const Gradient* gradient, const Window& window, Dtype out_dtype, std::mt19937& random,
@@ -84,7 +84,7 @@ class PackCase {
     return args;
   }
 
-  // What the device packed against the scalar definition.
+  // Compares what the device packed with the scalar definition.
   [[nodiscard]] std::string difference() {
     const std::string found = out_.difference(expected_);
     if (found.empty()) return {};
@@ -124,7 +124,7 @@ std::string check_window(const Gradient* gradient, const Window& window, Dtype o
   return one.difference();
 }
 
-// Strides of a dense tensor whose dimensions lie in memory in the given order, outermost first.
+// Strides of a dense tensor whose dimensions are in `order` in memory, outermost first.
 Shape permuted_strides(const Shape& shape, const std::vector<std::size_t>& order) {
   Shape strides(shape.size());
   std::int64_t step = 1;
@@ -188,7 +188,7 @@ std::string check_permutations(int repeats, const Stream& stream) {
   return {};
 }
 
-// More than one launch takes, of every kind, packed together.
+// Packs windows of every kind together, more than one launch takes.
 std::string check_queue(const Stream& stream) {
   std::mt19937 random(6);
   std::deque<Gradient> gradients;
@@ -197,7 +197,7 @@ std::string check_queue(const Stream& stream) {
   for (int i = 0; i < 1500; ++i) {
     const Gradient* gradient = nullptr;
     Window window{0, static_cast<std::int64_t>(random() % 700)};
-    if (i == 700) window.count = 3 << 18;  // many blocks beside the others' one
+    if (i == 700) window.count = 3 << 18;  // many blocks; the others need one
     if (i % 10 != 0) {
       gradient = i % 5 == 0
                      ? &gradients.emplace_back(random_gradient(random, stream))
@@ -241,7 +241,7 @@ std::string check_large(std::int64_t scale, const Stream& stream) {
   return {};
 }
 
-// Factors come in `args`.
+// `args` has the factors; the rest is filled in here.
 std::string check_scaled(kernels::ScaleAndCast args, DeviceRow& in, DeviceRow& out,
                          const Stream& stream) {
   DeviceRow expected(out.dtype(), in.count(), 0, stream);
@@ -278,7 +278,8 @@ std::string check_scale(const Stream& stream) {
   return {};
 }
 
-// Conversions that a GPU has instructions for: every f16, and f32 of every exponent.
+// Checks conversions for which a GPU has instructions: of every 16-bit value, and of f32 values of
+// every exponent.
 std::string check_conversions(std::int64_t count, const Stream& stream) {
   std::mt19937 random(6);
   for (const Dtype half : {Dtype::kF16, Dtype::kBf16}) {

@@ -29,7 +29,7 @@ Buffer to_device(std::span<const T> values, Stream& stream) {
   return made;
 }
 
-// One parameter as long as an array, with its map and layouts on host and device.
+// One parameter that fills an array, with its map and layouts on host and device.
 struct Setup {
   explicit Setup(Arena& arena)
       : count(arena.count(Dtype::kF32) / 4096 * 4096),
@@ -52,7 +52,7 @@ struct Setup {
                       : (is_int4 ? int4 : int8).rows().data()};
   }
   [[nodiscard]] std::int64_t message_bytes() const { return int4.cut().count(); }
-  // Codes and, behind them, scales.
+  // An error state at `data`: codes, followed by scales.
   [[nodiscard]] ErrorState error(const std::byte* data) const {
     auto* const codes = reinterpret_cast<std::int8_t*>(const_cast<std::byte*>(data));
     return {.codes = codes, .scales = reinterpret_cast<float*>(codes + count)};
@@ -68,8 +68,8 @@ struct Setup {
   Buffer device_int8;
 };
 
-// Array 0 holds numbers or, where `rows` says how many, received messages; array 1 the old error;
-// array 2 gets the message and, behind it, the new error.
+// Array 0 holds values, or `rows` received messages if that is not 0. Array 1 holds the old error.
+// Array 2 receives the message, followed by the new error.
 Case quantize_case(Arena& arena, std::shared_ptr<const Setup> setup, int rows, bool feeds_back) {
   const auto arguments = [=](const std::byte* in, const std::byte* error, std::byte* out,
                              bool on_device) {
@@ -136,9 +136,9 @@ Case dequantize_case(Arena& arena, std::shared_ptr<const Setup> setup) {
   return made;
 }
 
-// What the fused kernel spares: the reads and writes of numbers between six kernels that decode the
-// error, add it, quantize, decode, subtract and code the new error. (Adding stands for
-// subtracting.)
+// Shows what the fused kernel saves: the reads and writes of values between six kernels that decode
+// the error, add it, quantize, decode, subtract and code the new error. An addition stands for the
+// subtraction.
 Case unfused_case(Arena& arena, std::shared_ptr<const Setup> setup, double fused_bytes) {
   const auto memory = std::make_shared<Buffer>(kGpu, static_cast<std::size_t>(8 * setup->count));
   Case made;

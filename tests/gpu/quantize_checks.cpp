@@ -17,7 +17,7 @@ using quant::MessageLayout;
 using quant::Quantize;
 using quant::Setting;
 
-// A copy of some elements on the device, `offset` elements behind an aligned address.
+// A copy of some elements on the device, `offset` elements after an aligned address.
 template <class T>
 class DeviceCopy {
  public:
@@ -30,7 +30,7 @@ class DeviceCopy {
       : DeviceCopy(from.data(), from.size(), offset, stream) {}
 
   [[nodiscard]] T* data() { return reinterpret_cast<T*>(bytes_.data()); }
-  // Back to the host; what is wrong with the guards, or nothing.
+  // Copies the elements back to the host. Returns what is wrong with the guards, or nothing.
   [[nodiscard]] std::string copy_to(T* to) {
     const std::string found = bytes_.download();
     if (size_ > 0) std::memcpy(to, bytes_.host(), size_);
@@ -80,7 +80,7 @@ std::string difference(const std::vector<quant::TileFigures>& found,
                        const std::vector<quant::TileFigures>& expected) {
   for (std::size_t t = 0; t < found.size(); ++t) {
     const double wanted = expected[t].wanted;
-    if (!std::isfinite(wanted) || wanted < 1e-30) continue;  // fp32 products
+    if (!std::isfinite(wanted) || wanted < 1e-30) continue;  // fp32 products overflow or underflow
     if (std::abs(found[t].wanted - wanted) > 1e-4 * wanted ||
         std::abs(found[t].missed - expected[t].missed) > 1e-4 * wanted) {
       return "figures of tile " + std::to_string(t);
@@ -96,7 +96,7 @@ std::string to_text(const Setting& setting) {
          std::to_string(static_cast<int>(setting.kind)) + (setting.has_dither ? ", dithered" : "");
 }
 
-// One call on both sides. `args` is the host's; `on_gpu` has tiles and sources of the device.
+// Compares one call on host and GPU. `args` is for the host; `on_gpu` has device tiles and sources.
 std::string check_call(Quantize args, Quantize on_gpu, const GroupFormat& format,
                        const quant::GroupMap& map, ErrorMemory& before, std::mt19937& random,
                        const Stream& stream) {
@@ -163,7 +163,7 @@ std::string check_values(Setting& setting, std::mt19937& random, const Stream& s
   return check_call(args, on_gpu, format, setting.map, before, random, stream);
 }
 
-// The sum of what an owner receives, quantized again.
+// Checks quantizing the sum of the messages that an owner receives.
 std::string check_sums(Setting& setting, std::mt19937& random, const Stream& stream) {
   const quant::GroupMap& map = setting.map;
   const int owner = static_cast<int>(random() % static_cast<unsigned>(map.owners()));
@@ -184,7 +184,7 @@ std::string check_sums(Setting& setting, std::mt19937& random, const Stream& str
   }
   DeviceCopy<std::byte> device_sent(sent, 0, stream);
   auto rows = on_device(layout.rows(), stream);
-  received.first.begin = layout.cut().begin(owner);  // as an owner gets them: its row alone
+  received.first.begin = layout.cut().begin(owner);  // an owner receives only its row
   received.first.data += received.first.begin;
   GroupFormat format = setting.format;
   format.code = static_cast<quant::Code>(random() % 3);
@@ -206,7 +206,7 @@ std::string check_sums(Setting& setting, std::mt19937& random, const Stream& str
   return check_call(args, on_gpu, format, map, before, random, stream);
 }
 
-// One message, or the sum of several.
+// Checks decoding one message, or the sum of several.
 std::string check_back(Setting& setting, std::mt19937& random, const Stream& stream) {
   GroupFormat format = setting.format;
   format.code = static_cast<quant::Code>(random() % 3);
@@ -214,10 +214,10 @@ std::string check_back(Setting& setting, std::mt19937& random, const Stream& str
   const MessageLayout layout(setting.map, format);
   const std::int64_t size = layout.cut().count();
   Guarded<std::byte> message(static_cast<std::size_t>(count * size));
-  for (std::size_t i = 0; i < message.size(); ++i) {  // any bits are a message
+  for (std::size_t i = 0; i < message.size(); ++i) {  // any bytes are a valid message
     message[i] = static_cast<std::byte>(random());
   }
-  const auto before = static_cast<std::int64_t>(random() % 4);  // elements that are left alone
+  const auto before = static_cast<std::int64_t>(random() % 4);  // elements that must not change
   Guarded<float> found(static_cast<std::size_t>(before + setting.span));
   Guarded<float> expected(found.size());
   DeviceCopy<std::byte> device_message(message, 0, stream);

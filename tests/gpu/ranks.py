@@ -1,8 +1,7 @@
-"""Runs a function of a script as the ranks of a job, and outlives each of them.
+"""Runs a function of a script as the ranks of a job, and survives the loss of any rank.
 
-A launcher would end the survivors of a lost rank, whose behaviour is what drills.py looks at. Ranks
-that have no GPU each share the ones there are: each says then that it is a host of its own, and NCCL
-takes the loopback.
+A launcher would end the survivors of a lost rank, whose behaviour drills.py examines. If there are fewer GPUs
+than ranks, the ranks share them: each then claims to be a separate host, and NCCL uses the loopback.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ SHARING = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 @dataclasses.dataclass
 class Outcome:
-    """How a rank ended: its exit status, or None where it had to be killed in the end."""
+    """How a rank ended: its exit status, or None if it had to be killed."""
 
     status: int | None
     result: Any
     output: str
 
     def problem(self) -> str:
-        """Why there is no result, with the last words."""
+        """Returns why there is no result, with the last lines of output."""
         ended = "no end in time" if self.status is None else f"exit status {self.status}"
         last = " / ".join(self.output.strip().splitlines()[-3:])
         return f"{ended}: {last}" if last else ended
 
 
 def gpu_count() -> int:
-    """How many GPUs torch sees; 0 without torch."""
+    """Returns how many GPUs torch sees; 0 without torch."""
     try:
         import torch
     except ImportError:
@@ -58,7 +57,7 @@ def mesh_of(text: str) -> tuple[int, int]:
 
 
 def device_of_rank(device: str) -> Any:
-    """Where this rank's tensors live; makes a GPU torch's current one."""
+    """Returns the device of this rank's tensors. Makes a GPU torch's current device."""
     import torch
 
     torch.set_num_threads(1)
@@ -82,8 +81,8 @@ def _environment(rank: int, size: int, job: str, shared: bool) -> dict[str, str]
 def run_ranks(
     function: Any, mesh: str, arguments: Sequence[Any], device: str, limit_s: float, victim: int = -1
 ) -> list[Outcome]:
-    """`function(replicate, shard, *arguments)` on each rank; what is left after `limit_s` is killed.
-    Nobody waits for `victim`, which may never end."""
+    """Runs `function(replicate, shard, *arguments)` on each rank, and kills what still runs after `limit_s`.
+    It does not wait for the rank `victim`, which may never end."""
     sizes = mesh_of(mesh)
     size = math.prod(sizes)
     job = f"hsdp-gpu-{secrets.token_hex(4)}"
@@ -114,7 +113,7 @@ def run_ranks(
 
 
 def problems_of(outcomes: list[Outcome]) -> str:
-    """What ranks that return what is wrong have returned, or how they ended; or nothing."""
+    """Joins the problems that ranks returned, and how ranks without a result ended; empty if there are none."""
     said = [outcome.result if outcome.status == 0 else outcome.problem() for outcome in outcomes]
     return "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(said) if problem != "")
 

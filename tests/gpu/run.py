@@ -3,10 +3,10 @@
 
     tests/gpu/run.py [--prebuilt FOLDER] [--report FOLDER] [--only STAGE ...] [--seconds N]
 
-`make gpu` calls it; in a kit of `make gpu-kit` it is `./run`. What cannot run here is in the report
-with the reason. Exit status: 0 all that ran holds, 1 something does not, 2 bad usage, 77 nothing ran on
-a GPU, 128 + N ended by signal N: the report then has what was done. HSDP_GPU_ARCH, such as 90: the
-architecture to build for, default this machine's GPU.
+`make gpu` calls it; in a kit of `make gpu-kit` it is `./run`. The report names what cannot run here, with
+the reason. Exit status: 0 all that ran holds, 1 something does not, 2 bad usage, 77 nothing ran on a GPU,
+128 + N ended by signal N; the report then has what was done until then. HSDP_GPU_ARCH, such as 90, is the
+architecture to build for; default this machine's GPU.
 """
 
 import argparse
@@ -36,16 +36,16 @@ from gpu_report.record import Report, Stage
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# A stage's name and the most seconds that it may take; within, each command has a limit too. They bound
-# a run where things hang: on a machine of eight GPUs that was just started each process takes up to a
-# minute until it has them, and nvcc takes minutes where CPUs are few. With fewer --seconds than their sum
-# all get less.
+# The most seconds that each stage may take; each command of a stage also has a limit. They bound a run in which
+# something hangs. They are long because on a machine with eight GPUs that was just started each process takes
+# up to a minute to open them, and nvcc takes minutes on few CPUs. If --seconds is less than their sum, every
+# stage gets less.
 LIMITS_S = {
     "build": 1800, "kernels": 600, "kernel bandwidths": 300, "engine over NCCL": 1500,
     "rules of NCCL": 1500, "torch loop": 2000, "sharded loop": 800, "failure drills": 2000,
     "step times": 900, "compute-sanitizer": 1200,
 }
-MESH_LIMIT_S = 300  # of check_nccl on a mesh
+MESH_LIMIT_S = 300  # for check_nccl on one mesh
 NOT_REACHED = "not reached"
 SHARING_STAGES = ("engine over NCCL", "torch loop", "sharded loop", "failure drills")
 SHARED_NOTE = ("ranks shared a GPU through the loopback: this says nothing about NVLink, P2P, InfiniBand "
@@ -67,7 +67,7 @@ SANITIZED = {
 
 
 def meshes_for(gpus: int) -> Tuple[List[str], bool]:
-    """The meshes of several ranks to try, and whether their ranks share a GPU."""
+    """Returns the meshes of several ranks to try, and whether their ranks share a GPU."""
     if gpus < 2:
         return ["1x2", "2x1", "2x2"], True
     sizes = {2: ["1x2", "2x1"], 4: ["2x2", "1x4"], 8: ["2x4", "4x2", "1x8"]}
@@ -75,7 +75,7 @@ def meshes_for(gpus: int) -> Tuple[List[str], bool]:
 
 
 def watched_meshes(meshes: List[str]) -> List[str]:
-    """The largest mesh with both hops; where there is none, one of each hop."""
+    """Returns the largest mesh that has both hops; if there is none, one mesh for each hop."""
     for mesh in ("2x4", "2x2"):
         if mesh in meshes:
             return [mesh]
@@ -83,7 +83,7 @@ def watched_meshes(meshes: List[str]) -> List[str]:
 
 
 class Run:
-    """One run: what there is to run with, and the report so far."""
+    """One run: the programs and GPUs that it has, and the report so far."""
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.folder: pathlib.Path = asked.report
@@ -116,7 +116,7 @@ class Run:
         return command.run(words, self.log(stage), left, environment)
 
     def why_not(self, program: str) -> str:
-        """Why a program cannot check anything here, or nothing."""
+        """Returns why a program cannot check anything here, or nothing."""
         if self.no_gpu:
             return self.no_gpu
         if self.programs.why_unfit():
@@ -128,8 +128,8 @@ class Run:
         return self.no_checks or f"{program} was not built"
 
     def add_verdicts(self, stage: Stage, done: Ended, names: List[str], title: str) -> None:
-        """The checks that a program printed. What it should have printed and did not is not run; that it
-        ended badly is a failed check of its own unless one that it printed says so."""
+        """Adds the checks that a program printed. Those of `names` that are missing count as not run. If the
+        program failed and no check that it printed says so, that is one more failed check."""
         if done.status == SKIPPED:
             return stage.add_not_run(names, done.skipped())
         found = checks_in(done.output, names)
@@ -161,7 +161,7 @@ class Run:
         self.import_module(stage)
 
     def import_module(self, stage: Stage) -> None:
-        """As the ranks will: torch first, whose libraries count."""
+        """Imports hsdp like the ranks: after torch, whose libraries are then used."""
         why = self.no_module or self.programs.why_no_module()
         if not why and not machine.torch_facts():
             why = (f"torch is not there, or does not load, in {sys.executable}; make gpu PYTHON=... names "
@@ -196,7 +196,7 @@ class Run:
         if done.status == SKIPPED:
             self.no_gpu = done.skipped()
             return None
-        for gpu in range(1, self.gpus):  # the first one had them all
+        for gpu in range(1, self.gpus):  # the first GPU has run all checks
             words = [str(program), "--quick", "--device", str(gpu)]
             done = self.run(stage, words, LIMITS_S["kernels"] / 2, environment)
             stage.checks.append(_whole(f"check_device --quick on cuda:{gpu}", done))
@@ -234,8 +234,8 @@ class Run:
         return self.run(stage, words, MESH_LIMIT_S, {**variables, **environment})
 
     def rules_of_nccl(self, stage: Stage) -> None:
-        """The engine's checks, the training loops and the drills once more, with the shim between them
-        and NCCL."""
+        """Runs the engine's checks, the training loops and the drills again, with the shim between them and
+        NCCL."""
         for mesh in watched_meshes(self.meshes):
             run = functools.partial(self.run_mesh, stage, mesh)
             self.watch(stage, f"nccl {mesh}", self.why_not("check_nccl"), machine.nccl_file(), run)
@@ -247,7 +247,7 @@ class Run:
 
     def watch(self, stage: Stage, what: str, why: str, real: str,
               run: Callable[[Dict[str, str]], Ended]) -> None:
-        """Runs a program over the shim, whose traces then show whether it kept to the rules."""
+        """Runs a program with the shim, and checks by the traces that it kept the rules."""
         name = f"{what}: the rules of NCCL"
         shim, reader = self.programs.find(programs.SHIM), HERE / "nccl_trace.py"
         if not why and (shim is None or not reader.exists()):
@@ -258,7 +258,7 @@ class Run:
             return stage.add_not_run([name], why)
         traces = self.folder / "nccl_traces"
         trace = traces / what.replace(" ", "_")
-        shutil.rmtree(trace, ignore_errors=True)  # an earlier run's would count again
+        shutil.rmtree(trace, ignore_errors=True)  # otherwise an earlier run's traces would count
         trace.mkdir(parents=True)
         done = run({"HSDP_NCCL_LIBRARY": str(shim), "HSDP_NCCL_SHIM_OVER": real,
                     "HSDP_NCCL_SHIM_TRACE": str(trace)})
@@ -286,7 +286,7 @@ class Run:
             stage.notes += re.findall(r"^  (rank \d+: .+)$", done.output, re.M)
 
     def step_times(self, stage: Stage) -> None:
-        # Each rank holds three models: two of them fit a small GPU.
+        # Each rank holds three models; a small GPU has room for two ranks.
         for mesh in ("1x1", "1x2" if self.shared else watched_meshes(self.meshes)[0]):
             name = f"step_times.py {mesh}"
             why = self.no_gpu or self.no_module
@@ -305,7 +305,7 @@ class Run:
         if not why and shutil.which("compute-sanitizer") is None:
             why = "compute-sanitizer not found"
         program, environment = str(self.programs.find("check_device")), self.programs.environment()
-        # One check asks for more memory than there is: a failed call is no finding.
+        # One check asks for more memory than there is, so a failed API call is no finding.
         sanitize = ["compute-sanitizer", "--report-api-errors", "no", "--error-exitcode", "1"]
         if not why:
             quick = [program, "--quick", "--only", "buffer: zero"]
@@ -316,7 +316,7 @@ class Run:
         for name, (tool, *only) in SANITIZED.items():
             words = [*sanitize, "--tool", tool, program, "--quick"] + (["--only", *only] if only else [])
             done = self.run(stage, words, 400, environment)
-            if done.status is None:  # it is slow, which is no finding
+            if done.status is None:  # running out of time is no finding, as the tool is slow
                 stage.add_not_run([name], f"ran out of {done.limit_s:.0f} s")
             else:
                 stage.checks.append(_whole(name, done))
@@ -340,7 +340,7 @@ class Run:
         self.report.stages = [Stage(name) for name in stages]
         for stage in self.report.stages:
             stage.add_not_run([stage.name], NOT_REACHED)
-        self.report.write(self.folder)  # in place of an older one, and for a machine that is lost
+        self.report.write(self.folder)  # replaces an older one, and remains if the machine is lost
         for index, name in enumerate(stages):
             stage = self.report.stages[index] = Stage(name)
             self.log(stage).unlink(missing_ok=True)
@@ -360,7 +360,7 @@ class Run:
                 break
 
     def share(self, name: str, asked: List[str], left: float) -> float:
-        """The seconds for a stage, when those after it are to have theirs."""
+        """Returns the seconds for a stage that leave the later stages their share."""
         later = asked[asked.index(name):]
         return min(1.0, left / sum(LIMITS_S[each] for each in later)) * LIMITS_S[name]
 
@@ -384,7 +384,7 @@ class Run:
 
 
 def _whole(name: str, done: Ended) -> Check:
-    """The verdict of a program as one check."""
+    """Returns the verdict of a whole program as one check."""
     if done.status == SKIPPED:
         return Check(name, NOT_RUN, done.skipped())
     failures = re.findall(r"^FAILED +(?:[0-9.]+ s  )?(.+)$", done.output, re.M)
@@ -429,7 +429,7 @@ def main(arguments: List[str]) -> int:
         machine.add_cuda_to_path()
         run = Run(asked)
         run.all_stages()
-    except Interrupted as signal:  # between stages
+    except Interrupted as signal:  # it came between two stages
         print(f"ended by {signal.name}", file=sys.stderr)
         return 128 + signal.number
     finally:

@@ -1,4 +1,4 @@
-// The scalar definitions in place of the SIMD kernels, for machines without the SIMD library.
+// Uses the scalar definitions instead of the SIMD kernels, for machines without the SIMD library.
 #include <algorithm>
 #include <cstring>
 

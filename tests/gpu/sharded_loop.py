@@ -2,10 +2,10 @@
 
     sharded_loop.py --device cpu|cuda --mesh 2x2
 
-Starts the ranks itself. Prints a verdict for each check; exit status 0 when all hold, else 1. Two ways
-to the same result are compared: the stages of ZeRO, one process's optimizer and the sharded one, sums here
-and in host memory, and of LoCo, the GPU and the host engine. Updates here and in host memory agree within
-1e-4. What would compare a thing with itself is not run.
+It starts the ranks itself and prints a verdict for each check. Exit status: 0 if all hold, else 1. Each check
+compares two ways to the same result: the stages of ZeRO, one process's optimizer and the sharded one, sums on the
+device and in host memory, and for LoCo the GPU and the host engine. Updates on the device and in host memory must
+agree within 1e-4. A check that would compare a thing with itself is not run.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def _train(mesh: Any, device: Any, dtype: Any, options: dict[str, Any]) -> dict[
 
 
 def _difference(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = 0.0) -> str:
-    """What differs, or nothing."""
+    """Returns what differs, or nothing."""
     for name, want in wanted.items():
         off = (found[name].double() - want.double()).abs().max().item() if want.numel() else 0.0
-        if not off <= tolerance:  # NaN neither
+        if not off <= tolerance:  # true for NaN, too
             return f"'{name}' is off by up to {off:g}"
     return ""
 
@@ -88,7 +88,7 @@ def same_training(mesh: Any, device: Any, name: str) -> str:
 
 
 def one_process(mesh: Any, device: Any) -> str:
-    """The sharded optimizer, and torch's on whole parameters with the same mean gradients."""
+    """Compares the sharded optimizer with torch's on whole parameters with the same mean gradients."""
     found = _train(mesh, device, torch.float32, {})
     model = Tower().to(device)
     with hsdp.Reducer(mesh, reduce_dtype="bf16", bucket_bytes=1 << 14) as reducer:
@@ -102,7 +102,7 @@ def one_process(mesh: Any, device: Any) -> str:
 
 
 def window(mesh: Any, device: Any) -> str:
-    """A coalesced window whose sums lie here, and one whose sums lie in pinned memory."""
+    """Compares a coalesced window whose sums are on the device with one whose sums are in pinned memory."""
     results = []
     for where in ("host", "device"):
         model = Tower().to(device)
@@ -135,7 +135,7 @@ def _loco_shards(mesh: Any, device: Any) -> dict[str, Any]:
 
 
 def loco(mesh: Any, device: Any) -> str:
-    """The same gradients through the same hop, on this device and on the host engine."""
+    """Sends the same gradients through the same hop on this device and on the host engine."""
     sizes = mesh.replicate_group.size, mesh.shard_group.size
     with hsdp.init_mesh(*sizes, device=torch.device("cpu"), timeout_s=TIMEOUT_S) as host:
         wanted = _loco_shards(host, torch.device("cpu"))
@@ -143,7 +143,7 @@ def loco(mesh: Any, device: Any) -> str:
 
 
 def why_not(name: str, replicate: int, shard: int, on: str) -> str:
-    """Why a check cannot run there, or would compare a thing with itself; or nothing."""
+    """Returns why a check cannot run there or would compare a thing with itself, or nothing."""
     if on == "cpu" and name in NEEDS_GPU:
         return "it needs a GPU; use --device cuda"
     if shard == 1 and name in NEEDS_SHARDS:
@@ -152,7 +152,7 @@ def why_not(name: str, replicate: int, shard: int, on: str) -> str:
 
 
 def all_checks(replicate: int, shard: int, on: str) -> list[tuple[str, str, float]]:
-    """One rank: each check's name, what is wrong or nothing, and seconds; up to one that raised."""
+    """Runs the checks of one rank up to one that raises. Returns name, problem or nothing, and seconds of each."""
     device = ranks.device_of_rank(on)
     done = []
     for name in SHARDED:
@@ -166,13 +166,13 @@ def all_checks(replicate: int, shard: int, on: str) -> list[tuple[str, str, floa
         except Exception as error:
             traceback.print_exc()
             done.append((name, f"{type(error).__name__}: {error}", time.monotonic() - start))
-            break  # the other ranks hear of it when this one ends
+            break  # the other ranks notice when this one ends
         done.append((name, problem, time.monotonic() - start))
     return done
 
 
 def _check(title: str, name: str, outcomes: list[Outcome]) -> Check:
-    """Of what the ranks said of it."""
+    """Makes one check of what the ranks returned for it."""
     problems, seconds, is_missing = [], 0.0, False
     for rank, outcome in enumerate(outcomes):
         found = [words for words in outcome.result or [] if words[0] == name]

@@ -3,9 +3,9 @@ costs the host.
 
     step_times.py --device cpu|cuda [--mesh 1x1]
 
-Starts the ranks itself. The systems take turns; rank 0's medians are printed as `value NAME NUMBER UNIT`.
-Ranks that have no GPU each share the ones there are, as ranks.py arranges for hsdp and for torch's NCCL
-alike: then the host's time means something, and the steps' none.
+It starts the ranks itself. The systems take turns, and rank 0 prints medians as `value NAME NUMBER UNIT`. If
+there are fewer GPUs than ranks, the ranks share them, as ranks.py arranges for hsdp and for torch's NCCL alike.
+Then the host's time is meaningful, but the times of the steps are not.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ def _step_lines(mesh: Any, on: str, device: Any, wait: Callable[[], None]) -> li
     x = torch.randn(ROWS[on], WIDTH[on], device=device, dtype=torch.bfloat16)
     systems = {"alone": _alone(_model(on, device), x), "hsdp": _with_hsdp(mesh, _model(on, device), x)}
     lines = []
-    try:  # all ranks succeed in it, or none
+    try:  # it succeeds on all ranks or on none
         fsdp2 = _with_fsdp2(_model(on, device), x, on, replicate, shard)
         fsdp2()
         systems["fsdp2"] = fsdp2
-    except RuntimeError as error:  # of torch.distributed, too
+    except RuntimeError as error:  # torch.distributed raises it, too
         lines.append(f"note: no step with FSDP2 on this mesh: {str(error).splitlines()[0]}")
     medians = _medians_ms(systems, wait)
     lines += [f"value step_{name} {median:.3f} ms" for name, median in medians.items()]
@@ -143,7 +143,7 @@ def _host_time_line(mesh: Any, device: Any, wait: Callable[[], None]) -> str:
 
 
 def measure(replicate: int, shard: int, on: str, rendezvous: str) -> list[str]:
-    """One rank; the lines to print."""
+    """Runs one rank and returns the lines to print."""
     device = ranks.device_of_rank(on)
     def wait() -> None:
         if on == "cuda":
@@ -156,7 +156,7 @@ def measure(replicate: int, shard: int, on: str, rendezvous: str) -> list[str]:
     with hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S) as mesh:
         lines = _step_lines(mesh, on, device, wait)
         lines.append(_host_time_line(mesh, device, wait))
-    if not any(line.startswith("note: ") for line in lines):  # a broken group may never end
+    if not any(line.startswith("note: ") for line in lines):  # destroying a broken group may hang
         dist.destroy_process_group()
     return lines
 

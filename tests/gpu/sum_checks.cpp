@@ -17,7 +17,7 @@ struct Shape2 {
   std::size_t outs = 1;
   std::int64_t count = 0;
   bool has_add = false;
-  bool even = false;  // rows at equal distances, as in one buffer
+  bool even = false;  // rows are at equal distances, as in one buffer
 };
 
 std::string describe(const SumSpec& spec, const Shape2& shape) {
@@ -145,7 +145,7 @@ std::string check_many_rows(std::int64_t count, const Stream& stream) {
   return {};
 }
 
-// In place: an output is a row, or the carry.
+// Checks sums in place, where the output is a row or the carry.
 std::string check_in_place(const Stream& stream) {
   std::mt19937 random(4);
   for (int repeat = 0; repeat < 40; ++repeat) {
@@ -200,7 +200,7 @@ std::string check_wide(Dtype dtype, const Stream& stream) {
   return {};
 }
 
-// What a kernel cannot take is said, and nothing is written.
+// A call that the kernel cannot take must throw.
 std::string check_refusals(const Stream& stream) {
   DeviceRow row(Dtype::kF32, 64, 0, stream);
   const auto refuses = [&](std::size_t rows, std::size_t outs, std::ptrdiff_t shift) {

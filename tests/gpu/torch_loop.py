@@ -2,9 +2,9 @@
 
     torch_loop.py --device cpu|cuda --mesh 2x4
 
-Starts the ranks itself. Prints a verdict for each check; exit status 0 when all hold, else 1.
-Gradients are whole numbers, of which every sum is exact in any order and dtype, but for one check: an
-MLP, whose gradients are summed by the numeric rules of docs/design.md.
+It starts the ranks itself and prints a verdict for each check. Exit status: 0 if all hold, else 1.
+Gradients are whole numbers, whose sums are exact in any order and dtype, except in one check: the gradients
+of an MLP are summed by the numeric rules of docs/design.md.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import nn
 import hsdp
 
 STEPS, MICROBATCHES = 4, 2
-LARGEST = 7  # 8 ranks x 2 microbatches of it are exact in bf16
+LARGEST = 7  # sums over 8 ranks x 2 microbatches are exact in bf16
 LIMIT_S = 300.0
-TIMEOUT_S = 120.0  # NCCL takes up to a minute to connect on a machine that was just started
+TIMEOUT_S = 120.0  # on a machine that was just started, NCCL takes up to a minute to connect
 SHAPES = [(37, 5), (1,), (64, 129), (300_001,), (8, 3, 3)]
 
 
 class Weighted(nn.Module):
-    """A model whose gradients are what it is called with."""
+    """A model whose gradients are the arguments of its call."""
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.ones(shape)) for shape in SHAPES])
@@ -59,7 +59,7 @@ def _train_step(reducer: Any, model: Any, step: int, device: Any, dtype: Any) ->
 
 
 def whole_numbers(replicate: int, shard: int, on: str, dtype_name: str, wire: str) -> str:
-    """One rank; what is wrong, or nothing."""
+    """Runs one rank. Returns what is wrong, or nothing."""
     device = ranks.device_of_rank(on)
     dtype = getattr(torch, dtype_name)
     with hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S) as mesh:
@@ -75,7 +75,7 @@ def whole_numbers(replicate: int, shard: int, on: str, dtype_name: str, wire: st
                 if not torch.equal(p.grad.double().cpu(), mean):
                     return f"step {step}, parameter {index}: its gradient is not the mean"
                 weights[index] -= 0.125 * mean
-            if dtype == torch.float32:  # a bf16 weight would round
+            if dtype == torch.float32:  # bf16 weights would be rounded
                 optimizer.step()
         for index, (p, want) in enumerate(zip(model.parameters(), weights)):
             if dtype == torch.float32 and not torch.equal(p.detach().double().cpu(), want):
@@ -95,7 +95,7 @@ def _backward(model: Any, device: Any, step: int, microbatch: int, rank: int) ->
 
 
 def _sum_by_the_rules(plain: Any, device: Any, step: int, replicate: int, shard: int) -> list[Any]:
-    """fp32 sums in ascending rank: each microbatch's over the shard group, then the replicas'."""
+    """Sums in fp32 in ascending rank: each microbatch over the shard group, then over the replicas."""
     total: list[Any] = []
     for replica in range(replicate):
         carry: list[Any] = []
@@ -112,7 +112,7 @@ def _sum_by_the_rules(plain: Any, device: Any, step: int, replicate: int, shard:
 
 
 def by_the_rules(replicate: int, shard: int, on: str) -> str:
-    """One rank, which computes every rank's gradients for the reference."""
+    """Runs one rank, which also computes every rank's gradients for the reference."""
     device = ranks.device_of_rank(on)
     with hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S) as mesh:
         model = _mlp(device)
@@ -137,7 +137,7 @@ def by_the_rules(replicate: int, shard: int, on: str) -> str:
 
 
 def found_inf(replicate: int, shard: int, on: str) -> str:
-    """One rank; the last one has an infinity in every second step."""
+    """Runs one rank; the last rank has an infinity in every second step."""
     device = ranks.device_of_rank(on)
     with hsdp.init_mesh(replicate, shard, device=device, timeout_s=TIMEOUT_S) as mesh:
         reducer = hsdp.Reducer(mesh, reduce_dtype="bf16")

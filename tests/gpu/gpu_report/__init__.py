@@ -1,1 +1,1 @@
-"""What tests/gpu/run.py is made of: how a stage runs, what it found, and the report of it all."""
+"""The parts of tests/gpu/run.py: how a stage runs, what it finds, and the report."""

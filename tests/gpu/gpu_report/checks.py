@@ -1,9 +1,9 @@
-"""What each script checks. run.py lists it also where neither torch nor hsdp is there."""
+"""The checks of each script. run.py lists them even if neither torch nor hsdp is installed."""
 
 from typing import Any, Dict, Tuple
 
 DRILLS = ["kill", "stop", "out of memory", "capture"]
-# A function of torch_loop.py, and what it is given beside the mesh and the device.
+# By check: a function of torch_loop.py, and its arguments besides the mesh and the device.
 LOOPS = {
     "whole numbers, fp32": ("whole_numbers", "float32", "f32"),
     "whole numbers, bf16 wire": ("whole_numbers", "float32", "bf16"),
@@ -13,7 +13,7 @@ LOOPS = {
 }
 Pair = Tuple[str, Dict[str, Any], Dict[str, Any]]
 STAGE_3 = {"stage": 3, "persistence_threshold": 0}
-# What both loops of sharded_loop.py are given beside the model's dtype: what must not change a bit.
+# By check: the model's dtype, and the options of the two loops of sharded_loop.py, which must give the same bits.
 PAIRS: Dict[str, Pair] = {
     "gather while step returns": (
         "float32", {"overlap_param_gather": True}, {"overlap_param_gather": False}
@@ -29,7 +29,7 @@ OFFLOADED: Dict[str, Pair] = {
     "stage 3 with offload, fp32": ("float32", {**STAGE_3, "offload": "host"}, {"offload": "host"}),
     "stage 3 with offload, bf16": ("bfloat16", {**STAGE_3, "offload": "host"}, {"offload": "host"}),
 }
-# Updates on the host and on the GPU, whose divisions may round differently.
+# Compares updates on the host and on the GPU, whose divisions may round differently.
 NEAR: Dict[str, Pair] = {"offload beside none": ("float32", {"offload": "host"}, {})}
 WINDOW, LOCO = "a window, sums on the host", "LoCo as on the host"
 OTHERS = {"AdamW as in one process": "one_process", WINDOW: "window", LOCO: "loco"}
@@ -37,7 +37,7 @@ SHARDED = [*PAIRS, *OFFLOADED, *NEAR, *OTHERS]
 
 
 def titles(script: str, mesh: str) -> Dict[str, str]:
-    """The title of each check of a script on a mesh, and the check's name."""
+    """Maps the title of each check of a script on a mesh to the name of the check."""
     kind, names = {
         "torch_loop": ("torch", [*LOOPS]), "sharded_loop": ("sharded", SHARDED), "drills": ("drill", DRILLS)
     }[script]

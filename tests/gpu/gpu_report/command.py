@@ -1,4 +1,4 @@
-"""Runs a command within a time limit, its whole output into a log, and ends all it started."""
+"""Runs a command within a time limit, logs its whole output, and ends all processes that it started."""
 
 import ctypes
 import dataclasses
@@ -13,13 +13,13 @@ from typing import Any, Dict, List, Optional
 
 SKIPPED = 77
 PR_SET_CHILD_SUBREAPER = 36
-# A process that waits for a broken GPU cannot be killed; it is left behind after this.
+# After this time a process that cannot be killed, because it waits for a broken GPU, is left behind.
 KILL_LIMIT_S = 10.0
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """A signal that asks this process to end. No Exception, so that nobody takes it for a failure."""
+    """A signal that asks this process to end. Not an Exception, so that no handler takes it for a failure."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -28,29 +28,29 @@ class Interrupted(BaseException):
 
 
 def _interrupt(number: int, _frame: Any) -> None:
-    for other in ENDING_SIGNALS:  # the report is being written: once is enough
+    for other in ENDING_SIGNALS:  # a second signal must not interrupt the writing of the report
         signal.signal(other, signal.SIG_IGN)
     raise Interrupted(number)
 
 
 def raise_on_signals() -> None:
-    """Signals that end a process become `Interrupted`, but for those that nohup has turned off."""
+    """Makes the signals that end a process raise `Interrupted`, except those that nohup has turned off."""
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupt)
 
 
 def adopt_orphans() -> None:
-    """What a child leaves behind becomes a child of this process, which can then end it."""
+    """Makes this process the parent of orphaned descendants, so that it can end them."""
     if sys.platform == "linux":
         try:
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         except (OSError, AttributeError):
-            pass  # process groups are killed anyway
+            pass  # the process groups are killed in any case
 
 
 def _descendants() -> List[int]:
-    """The processes below this one that have not ended, from /proc."""
+    """Finds the descendants of this process that have not ended, in /proc."""
     children: Dict[int, List[int]] = {}
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit():
@@ -58,7 +58,7 @@ def _descendants() -> List[int]:
         try:
             stat = pathlib.Path(entry.path, "stat").read_text(errors="replace")
         except OSError:
-            continue  # it has gone
+            continue  # the process has ended
         state, parent = stat.rpartition(")")[2].split()[:2]
         if state != "Z":
             children.setdefault(int(parent), []).append(int(entry.name))
@@ -72,7 +72,7 @@ def _descendants() -> List[int]:
 
 
 def end_descendants() -> None:
-    """Kills all that this process has started and what that has started, in whatever session."""
+    """Kills all descendants of this process, in whatever session they are."""
     end = time.monotonic() + KILL_LIMIT_S
     while time.monotonic() < end:
         living = _descendants() if os.path.isdir("/proc/self") else []
@@ -97,7 +97,7 @@ def _reap() -> None:
 
 @dataclasses.dataclass
 class Ended:
-    """How a command ended. `status` is None when it ran out of time."""
+    """How a command ended. `status` is None if it ran out of time."""
 
     status: Optional[int]
     output: str
@@ -105,7 +105,7 @@ class Ended:
     limit_s: float
 
     def problem(self) -> str:
-        """Why it is no success, or nothing."""
+        """Returns why the command failed, or nothing."""
         if self.status is None:
             return f"no end within {self.limit_s:.0f} s"
         if self.status == 0:
@@ -115,21 +115,21 @@ class Ended:
         return f"{ended}: {lines[-1].strip()}" if lines else ended
 
     def first_error(self) -> str:
-        """What a compiler or linker complained of first; `problem()` where it did not, or succeeded."""
+        """Returns the first error of a compiler or linker; `problem()` if there is none or the command succeeded."""
         if self.status in (None, 0):
             return self.problem()
         found = re.search(r"^.*(?:\berror:|\bfatal\b|undefined reference).*$", self.output, re.M)
         return found[0].strip() if found else self.problem()
 
     def skipped(self) -> str:
-        """The reason that a program gave for exit status 77."""
+        """Returns the reason that a program gave for exit status 77."""
         reasons = [line for line in self.output.splitlines() if "skipped: " in line]
         return reasons[0].split("skipped: ", 1)[1] if reasons else "it gave no reason"
 
 
 def run(command: List[str], log: pathlib.Path, limit_s: float,
         environment: Optional[Dict[str, str]] = None) -> Ended:
-    """Appends to `log`. Nothing that the command has started outlives this."""
+    """Runs the command and appends its output to `log`. Leaves no process of the command behind."""
     start = time.monotonic()
     with log.open("a+", encoding="utf-8", errors="replace") as file:
         file.write(f"$ {' '.join(command)}\n")
@@ -154,7 +154,7 @@ def run(command: List[str], log: pathlib.Path, limit_s: float,
             except (ProcessLookupError, PermissionError):
                 pass
             end_descendants()
-            process.poll()  # so that it is not taken for one that still runs
+            process.poll()  # so that Python does not take it for one that still runs
     with log.open("rb") as file_again:
         file_again.seek(begin)
         output = file_again.read().decode("utf-8", errors="replace")

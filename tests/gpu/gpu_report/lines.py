@@ -1,4 +1,4 @@
-"""The lines by which a program tells run.py what it found: a verdict each, or a value.
+"""The lines by which a program reports to run.py: each is a verdict or a value.
 
     ok       0.01 s  buffer: zero
     FAILED   0.02 s  norms: large: got 1, want 2
@@ -26,7 +26,7 @@ GOALS = {"host_time_per_parameter_and_step": 2.0}  # at most
 
 @dataclasses.dataclass
 class Check:
-    """One thing that holds, does not, or was not tried."""
+    """A check that held, failed, or did not run."""
 
     name: str
     verdict: str
@@ -42,7 +42,7 @@ class Check:
 
 @dataclasses.dataclass
 class Measurement:
-    """A number, which fails nothing."""
+    """A measured number; it never fails a run."""
 
     name: str
     value: float
@@ -51,8 +51,8 @@ class Measurement:
 
 
 def checks_in(output: str, names: Sequence[str] = ()) -> List[Check]:
-    """What check_device, torch_loop.py and drills.py print. `names` are those that they may print: they
-    tell a name with a colon from its problem; else a name ends at the first one."""
+    """Parses what check_device, torch_loop.py and drills.py print. `names` are the names that they may print; they
+    tell a name that has a colon from its problem. Any other name ends at the first colon."""
     found = []
     for match in _VERDICT.finditer(output):
         name, detail = (match[3], "") if match[1] == OK else _split(match[3], names)
@@ -67,7 +67,7 @@ def _split(text: str, names: Sequence[str]) -> Tuple[str, str]:
 
 
 def bandwidths_in(output: str) -> List[Measurement]:
-    """What kernel_bandwidth_gpu prints: each kernel as a share of the copy of that size."""
+    """Parses what kernel_bandwidth_gpu prints: each kernel as a share of the copy of that size."""
     found: List[Measurement] = []
     size = ""
     for line in output.splitlines():
@@ -87,7 +87,7 @@ def bandwidths_in(output: str) -> List[Measurement]:
 
 
 def collective_times_in(output: str, mesh: str, shared: bool) -> List[Measurement]:
-    """What rank 0 of check_nccl prints of both reductions."""
+    """Parses the times of both reductions that rank 0 of check_nccl prints."""
     note = "ranks share a GPU: says nothing about its links" if shared else ""
     return [Measurement(f"{name} {match[1]}, {match[2]}, {mesh}", float(value), "ms", note)
             for match in _COLLECTIVE.finditer(output)
@@ -95,7 +95,7 @@ def collective_times_in(output: str, mesh: str, shared: bool) -> List[Measuremen
 
 
 def values_in(output: str, mesh: str = "") -> List[Measurement]:
-    """The `value NAME NUMBER UNIT` lines, of a mesh where it is named."""
+    """Parses the `value NAME NUMBER UNIT` lines. A given mesh becomes part of the names."""
     found = []
     for match in _VALUE.finditer(output):
         value, goal = float(match[2]), GOALS.get(match[1])

@@ -1,4 +1,4 @@
-"""What this machine is: GPUs, driver, CUDA, Python, torch and the NCCL that will be used."""
+"""Describes this machine: GPUs, driver, CUDA, Python, torch and the NCCL that programs will use."""
 
 import datetime
 import functools
@@ -25,7 +25,7 @@ print(".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl
 
 
 def ask(command: List[str], limit_s: float = 60.0) -> Optional[str]:
-    """What a command prints; None where it is not there or fails."""
+    """Returns what a command prints; None if it is missing or fails."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               timeout=limit_s, stdin=subprocess.DEVNULL, check=False)
@@ -35,20 +35,20 @@ def ask(command: List[str], limit_s: float = 60.0) -> Optional[str]:
 
 
 def add_cuda_to_path() -> None:
-    """nvcc and compute-sanitizer are often installed where no PATH leads."""
+    """Adds CUDA's folder to the PATH, which often lacks it, to find nvcc and compute-sanitizer."""
     folder = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin")
     os.environ["PATH"] = f"{os.environ.get('PATH', '')}:{folder}"
 
 
 def gpu_lines() -> List[str]:
-    """A line of name, compute capability, memory and driver for each GPU."""
+    """Returns a line with name, compute capability, memory and driver for each GPU."""
     query = "name,compute_cap,memory.total,driver_version"
     found = ask(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
     return [line.strip() for line in found.splitlines() if line.count(",") >= 3] if found else []
 
 
 def gpu_settings() -> List[str]:
-    """What of each GPU's settings can stand in the way of a run."""
+    """Returns those settings of each GPU that can prevent a run."""
     query = "persistence_mode,compute_mode,mig.mode.current"
     found = ask(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
     rows = [re.split(r",\s*", line.strip()) for line in found.splitlines()] if found else []
@@ -56,7 +56,7 @@ def gpu_settings() -> List[str]:
 
 
 def why_no_gpu() -> str:
-    """Nothing where there is a GPU."""
+    """Returns why there is no GPU; empty if there is one."""
     if gpu_count() > 0:
         return ""
     if shutil.which("nvidia-smi") is None:
@@ -67,9 +67,9 @@ def why_no_gpu() -> str:
 
 
 def gpu_count() -> int:
-    """The GPUs that programs see."""
+    """Returns the number of GPUs that programs see."""
     count = len(gpu_lines())
-    if count == 0 and shutil.which("nvidia-smi") is None:  # containers may have the driver alone
+    if count == 0 and shutil.which("nvidia-smi") is None:  # a container may have only the driver
         count = len(glob.glob("/dev/nvidia[0-9]*"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -78,7 +78,7 @@ def gpu_count() -> int:
 
 
 def why_bad_architecture() -> str:
-    """What is wrong with HSDP_GPU_ARCH, or nothing."""
+    """Returns what is wrong with HSDP_GPU_ARCH, or nothing."""
     named = os.environ.get("HSDP_GPU_ARCH", "")
     one = r"(\d{2,3}[af]?(-real|-virtual)?)"
     if re.fullmatch(rf"({one}(;{one})*|native|all|all-major)?", named):
@@ -87,8 +87,8 @@ def why_bad_architecture() -> str:
 
 
 def architecture() -> str:
-    """What to compile for: HSDP_GPU_ARCH, else the first GPU's, else 90. Where nvcc is older than the
-    GPU, the newest that both know, whose PTX the driver compiles."""
+    """Returns the architecture to compile for: HSDP_GPU_ARCH, else the first GPU's, else 90. If nvcc is older than
+    the GPU, it is the newest one that both know; the driver then compiles its PTX."""
     named = os.environ.get("HSDP_GPU_ARCH")
     if named:
         return named
@@ -102,14 +102,14 @@ def architecture() -> str:
 
 
 def nccl_library() -> str:
-    """The libnccl.so.2 that programs without torch are to open; empty where the loader knows one, or
-    none is found."""
+    """Returns the libnccl.so.2 that programs without torch must open; empty if the loader finds one itself, or
+    if there is none."""
     named = os.environ.get("HSDP_NCCL_LIBRARY", "")
     return named if named or "libnccl.so.2" in loader_cache() else torch_nccl_library()
 
 
 def torch_nccl_library() -> str:
-    """The libnccl.so.2 beside this Python, which torch loads; empty where none is found."""
+    """Returns the libnccl.so.2 beside this Python, which torch loads; empty if there is none."""
     folders = [folder / "lib" for folder in _wheel_folders()]
     torch = importlib.util.find_spec("torch")
     if torch is not None and torch.origin:
@@ -119,7 +119,7 @@ def torch_nccl_library() -> str:
 
 
 def _wheel_folders() -> List[pathlib.Path]:
-    """Where the wheel of NCCL lies that torch brings."""
+    """Returns the folders of the NCCL wheel that torch depends on."""
     try:
         spec = importlib.util.find_spec("nvidia.nccl")
     except ImportError:
@@ -128,13 +128,13 @@ def _wheel_folders() -> List[pathlib.Path]:
 
 
 def nccl_headers() -> List[pathlib.Path]:
-    """The folders of nccl.h beside this Python."""
+    """Returns the folders beside this Python that have nccl.h."""
     folders = [folder / "include" for folder in _wheel_folders()]
     return [folder for folder in folders if (folder / "nccl.h").exists()]
 
 
 def loader_cache() -> Dict[str, str]:
-    """Name -> file of what the dynamic loader finds by itself."""
+    """Maps the names of the libraries that the dynamic loader finds to their files."""
     found: Dict[str, str] = {}
     for program in ("ldconfig", "/sbin/ldconfig"):
         listed = ask([program, "-p"])
@@ -148,7 +148,7 @@ def loader_cache() -> Dict[str, str]:
 
 
 def nccl_file(beside_torch: bool = False) -> str:
-    """The one that programs open, whoever finds it; with torch, the one that torch has loaded."""
+    """Returns the libnccl.so.2 that programs open; with `beside_torch`, the one that torch has loaded."""
     named = os.environ.get("HSDP_NCCL_LIBRARY", "")
     of_torch = torch_nccl_library() if beside_torch else ""
     return named or of_torch or nccl_library() or loader_cache().get("libnccl.so.2", "")
@@ -156,14 +156,14 @@ def nccl_file(beside_torch: bool = False) -> str:
 
 @functools.lru_cache(maxsize=None)
 def torch_facts() -> Dict[str, str]:
-    """torch, its CUDA and its NCCL; empty where this Python has no torch."""
+    """Returns the versions of torch, its CUDA and its NCCL; empty if this Python has no torch."""
     answer = ask([sys.executable, "-c", _TORCH], 180.0)
     lines = answer.splitlines()[-3:] if answer else []
     return dict(zip(("torch", "torch CUDA", "torch NCCL"), lines)) if len(lines) == 3 else {}
 
 
 def facts() -> Dict[str, Any]:
-    """For the report, in the order in which it shows them."""
+    """Returns the facts for the report, in the order in which it shows them."""
     compiler = re.findall(r"release .*", ask(["nvcc", "--version"]) or "")
     nccl = nccl_file()
     environment = {name: "(set)" if SECRET in name else value
@@ -183,7 +183,7 @@ def facts() -> Dict[str, Any]:
 
 
 def commit(root: pathlib.Path) -> str:
-    """What git calls the sources."""
+    """Returns git's name of the sources."""
     return ask(["git", "-C", str(root), "describe", "--always", "--dirty", "--tags"]) or "unknown"
 
 

@@ -1,4 +1,4 @@
-"""The check programs and the Python module: built here, or brought along in a prebuilt folder."""
+"""The check programs and the Python module: built here, or taken from a prebuilt folder."""
 
 import json
 import os
@@ -16,14 +16,14 @@ from gpu_report.lines import FAILED, NOT_RUN, OK, Check
 CHECKS = ("check_device", "kernel_bandwidth_gpu", "check_nccl")
 SHIM = "libhsdp_nccl_shim.so"
 MANIFEST = "manifest.json"
-LANGUAGE_LIBRARIES = ("libstdc++.so.6", "libgcc_s.so.1")  # all that the check programs load
+LANGUAGE_LIBRARIES = ("libstdc++.so.6", "libgcc_s.so.1")  # the only ones the check programs load
 BUILD_CHECKS, BUILD_MODULE, IMPORT_MODULE = "build: C++ checks", "build: Python module", "import hsdp"
 OLDEST_PYTHON = (3, 11)
-CMAKE_OF_THE_MODULE = "3.25"  # of CMakePresets.json
+CMAKE_OF_THE_MODULE = "3.25"  # CMakePresets.json needs it
 
 
 def _missing_tools(*makers: str) -> str:
-    """Of what compiles, which this machine lacks. One of `makers` is enough."""
+    """Returns the build tools that this machine lacks. One of `makers` is enough."""
     names = [name for name in ("cmake", "nvcc") if shutil.which(name) is None]
     if not any(shutil.which(compiler) for compiler in (os.environ.get("CXX", "c++"), "g++")):
         names.append("a C++ compiler")
@@ -44,7 +44,7 @@ def _bring(missing: str) -> str:
 
 
 def cmake_error(output: str) -> str:
-    """What the first error of a configuration says, on one line."""
+    """Returns the text of the first error of a configuration on one line."""
     begin, end = r"^CMake Error(?: at [^\n]*\n|: ?)", r"(?:\n\n\n|\n--|\nCMake |\nCall Stack|\Z)"
     match = re.search(f"{begin}(.*?){end}", output, re.M | re.S)
     return " ".join(match[1].split())[:600] if match else ""
@@ -57,7 +57,7 @@ def _settings(architectures: Optional[str]) -> List[str]:
 
 
 def _keep_going(build: pathlib.Path) -> List[str]:
-    """For the tool that CMake chose: one program that does not compile leaves the others."""
+    """Returns the option that makes the chosen build tool go on after a program that does not compile."""
     cache = build / "CMakeCache.txt"
     text = cache.read_text(encoding="utf-8", errors="replace") if cache.exists() else ""
     return ["--", "-k", "0"] if "CMAKE_GENERATOR:INTERNAL=Ninja" in text else ["--", "-k"]
@@ -78,8 +78,8 @@ def _configure_and_build(check: str, configure: List[str], build: List[str], log
 
 def build_checks(source: pathlib.Path, build: pathlib.Path, architectures: Optional[str],
                  log: pathlib.Path, limit_s: float) -> Check:
-    """tests/gpu, a project of its own. Without `architectures` for all that cuda.cmake names. After
-    it, only programs are there that it has linked, or all of an earlier time where it cannot build."""
+    """Builds tests/gpu, a separate project; without `architectures`, for all that cuda.cmake names. Afterwards only
+    the programs that it has linked exist, or, if it cannot build at all, those of an earlier build."""
     missing = _missing_tools("make", "ninja")
     if missing:
         if (build / "check_device").exists():
@@ -97,8 +97,8 @@ def build_checks(source: pathlib.Path, build: pathlib.Path, architectures: Optio
 
 def build_module(root: pathlib.Path, build: pathlib.Path, architectures: Optional[str],
                  log: pathlib.Path, limit_s: float) -> Check:
-    """The Python package of the preset cuda, for this Python, without MPI, whose library a machine
-    may lack. A machine without what the library needs is no failure."""
+    """Builds the Python package of the preset cuda for this Python, without MPI, whose library a machine may lack.
+    A machine that lacks what the library needs is not a failure."""
     missing = _missing_tools("ninja") or _old_cmake(CMAKE_OF_THE_MODULE)
     if missing:
         return Check(BUILD_MODULE, NOT_RUN, _bring(missing))
@@ -118,8 +118,8 @@ def _old_python() -> str:
 
 
 class Programs:
-    """Where to find them, and the environment that they need. A prebuilt folder is a kit, which has a
-    manifest, or a build folder of tests/gpu from elsewhere."""
+    """The folders of the programs, and the environment that they need. A prebuilt folder is a kit, which has a
+    manifest, or a build folder of tests/gpu from another machine."""
 
     def __init__(self, checks: pathlib.Path, package: Optional[pathlib.Path],
                  kit: Optional[pathlib.Path] = None) -> None:
@@ -143,7 +143,7 @@ class Programs:
         return path if path.exists() else None
 
     def why_unfit(self) -> str:
-        """Why the kit's programs cannot run here, or nothing."""
+        """Returns why the kit's programs cannot run here, or nothing."""
         lent = [name for name in self._lent if name in LANGUAGE_LIBRARIES]
         return self._why_too_new([*CHECKS, SHIM, *lent])
 
@@ -157,7 +157,7 @@ class Programs:
         return ""
 
     def why_no_module(self) -> str:
-        """Why this Python cannot import the package, or nothing."""
+        """Returns why this Python cannot import the package, or nothing."""
         if sys.version_info < OLDEST_PYTHON:
             return _old_python()
         if self.package is None:
@@ -174,8 +174,8 @@ class Programs:
         return self._why_too_new([*files, *self._lent])
 
     def lend_libraries(self, folder: pathlib.Path) -> None:
-        """Puts links to those libraries of the kit into `folder` that this machine has not, so that
-        none comes before the machine's own, Python's or torch's."""
+        """Links only those libraries of the kit into `folder` that this machine lacks, so that none hides one of
+        the machine, Python or torch."""
         if self._libraries is None:
             return
         known = machine.loader_cache()
@@ -190,7 +190,7 @@ class Programs:
         self._libraries = folder
 
     def environment(self, with_package: bool = False) -> Dict[str, str]:
-        """For one of the programs, or for Python with the package."""
+        """Returns the variables for one of the programs, or for Python with the package."""
         variables: Dict[str, str] = {}
         if self._libraries is not None:
             variables["LD_LIBRARY_PATH"] = _joined(os.environ.get("LD_LIBRARY_PATH"), self._libraries)
@@ -206,7 +206,7 @@ def _joined(paths: Optional[str], added: pathlib.Path, first: bool = False) -> s
 
 
 def version(text: str) -> List[int]:
-    """For comparison."""
+    """Returns the numbers of a version, for comparison."""
     return [int(part) for part in re.findall(r"\d+", text)]
 
 
@@ -215,7 +215,7 @@ def _minor(version: str) -> str:
 
 
 def newest_symbols(file: pathlib.Path, family: str) -> str:
-    """The newest symbol version GLIBC_x or GLIBCXX_x that a binary names."""
+    """Returns the newest symbol version, GLIBC_x or GLIBCXX_x, that a binary names."""
     found = re.findall(rb"\b" + family.encode() + rb"_([0-9]+(?:\.[0-9]+)+)", file.read_bytes())
     return max((text.decode() for text in found), key=version, default="")
 

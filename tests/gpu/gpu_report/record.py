@@ -1,4 +1,4 @@
-"""The report: what each stage found, as JSON and as text."""
+"""The report of what each stage found, as JSON and as text."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ SUMMARY_WIDTH = 90
 
 @dataclasses.dataclass
 class Stage:
-    """A part of the run: its checks, its measurements, and where its whole output lies."""
+    """A part of the run: its checks, its measurements, and the log of its output."""
 
     name: str
     seconds: float = 0.0
@@ -24,7 +24,7 @@ class Stage:
 
     @property
     def verdict(self) -> str:
-        """FAILED when any check did, not run when none ran, else ok."""
+        """FAILED if any check failed, not run if none ran, else ok."""
         verdicts = {check.verdict for check in self.checks}
         if FAILED in verdicts:
             return FAILED
@@ -35,7 +35,7 @@ class Stage:
 
 
 class Report:
-    """All stages, and what the machine is."""
+    """All stages, and the facts about the machine."""
 
     def __init__(self, date: str, commit: str) -> None:
         self.date = date
@@ -76,7 +76,7 @@ class Report:
         return "\n".join([*lines, f"  {totals}", ""])
 
     def write(self, folder: pathlib.Path) -> None:
-        """Each file is whole at any moment."""
+        """Writes the report so that each file is complete at any moment."""
         for name, text in (("report.json", self.as_json()), ("report.txt", self.as_text())):
             part = folder / f"{name}.part"
             part.write_text(text, encoding="utf-8")

@@ -83,7 +83,7 @@ void Communicators::begin_work(Handle comm) {
   }
 }
 
-// A group's launches go on until each of its communicators is seen settled.
+// A launch counts as under way on each communicator of the group until that is seen settled.
 void Communicators::begin_launch(std::span<const Handle> comms) {
   const std::lock_guard lock(mutex_);
   ++launches_;
@@ -124,7 +124,7 @@ void Communicators::end_work(std::span<const Handle> comms, const std::string& c
     } else if (result == ncclSuccess) {
       settle(*member);
     } else {
-      if (member->phase == Phase::kCalling) member->phase = Phase::kIdle;  // else an earlier call's
+      if (member->phase == Phase::kCalling) member->phase = Phase::kIdle;  // not an earlier call's
       member->launch = 0;
       member->child_place = nullptr;
       member->failure = call + " returned error " + std::to_string(result);
@@ -144,7 +144,7 @@ void Communicators::await_child(Handle parent, int color, Handle* child) {
   member->child_place = color < 0 ? nullptr : child;
 }
 
-// NCCL has written the child's handle by now.
+// By now NCCL has written the child's handle.
 void Communicators::settle(Member& member) {
   member.phase = Phase::kIdle;
   member.launch = 0;
@@ -165,7 +165,7 @@ void Communicators::end_look(Handle comm, std::int64_t look, int result) {
   Member* const member = find(comm);
   if (member == nullptr || result == ncclInProgress) return;
   if (result != ncclSuccess) {
-    member->phase = Phase::kIdle;  // it has ended, badly
+    member->phase = Phase::kIdle;  // the work has failed
     member->launch = 0;
     member->child_place = nullptr;
     member->failure = "ncclCommGetAsyncError gave error " + std::to_string(result);

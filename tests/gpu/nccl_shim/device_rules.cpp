@@ -41,7 +41,7 @@ void check_stream(const std::string& call, const Seat& on, void* handle) {
     report_violation("stream_capture",
                      call + " on " + on.text() + " with a stream that is being captured");
   }
-  if (stream == nullptr) return;  // of the current device
+  if (stream == nullptr) return;  // the current device's default stream
   const std::optional<int> device = device_of(stream);
   if (!device) {
     report_note("stream_device", "not checked: it needs CUDA 12.8 and a driver that knows it");

@@ -1,5 +1,5 @@
-// The rules about GPUs: a call is made with the communicator's device current, on a stream of that
-// device that nobody captures. Nothing here waits for a GPU.
+// The rules about GPUs: during a call the communicator's device is the current one, and the stream
+// belongs to that device and is not being captured. Nothing here waits for a GPU.
 #pragma once
 
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace hsdp::nccl_shim {
 
-[[nodiscard]] int current_device();  // -1: the runtime does not say
+[[nodiscard]] int current_device();  // -1: the runtime reports none
 void check_device(const std::string& call, const Seat& on);
 void check_stream(const std::string& call, const Seat& on, void* stream);
 

@@ -1,5 +1,5 @@
-// The calls of libnccl that the library opens: each checks the rules, leaves a line in the trace,
-// and goes on to the real one, whose result it returns as it is.
+// The functions of libnccl that hsdp loads. Each checks the rules, writes a line to the trace,
+// calls the real function and returns its result unchanged.
 #include <nccl.h>
 
 #include <algorithm>
@@ -24,7 +24,7 @@ using namespace hsdp::nccl_shim;  // NOLINT(google-build-using-namespace): NCCL 
 
 namespace {
 
-// Calls the function of the real library that has the name, and the type of `ours`.
+// Calls the real library's function of this name, which has the type of `ours`.
 template <typename... Parameters, typename... Arguments>
 ncclResult_t forward([[maybe_unused]] ncclResult_t (*ours)(Parameters...), const char* name,
                      Arguments... arguments) {
@@ -32,8 +32,8 @@ ncclResult_t forward([[maybe_unused]] ncclResult_t (*ours)(Parameters...), const
   return call == nullptr ? ncclSystemError : call(arguments...);
 }
 
-// What each thread has begun with ncclGroupStart. Not thread_local: ThreadSanitizer takes the
-// storage of a library that is opened late for a race.
+// The groups that each thread has opened with ncclGroupStart. They are not thread_local, because
+// ThreadSanitizer reports a race on such storage of a library that is loaded late.
 class OpenGroups {
  public:
   void begin() {
@@ -41,15 +41,15 @@ class OpenGroups {
     Group& group = groups_[std::this_thread::get_id()];
     if (group.depth++ == 0) group.number = ++last_number_;
   }
-  // The communicators with work in the group that this thread ends; none while an outer one is
-  // open.
+  // Ends this thread's innermost group. Returns the communicators with work in it; none while an
+  // outer group is open.
   std::vector<Handle> end() {
     const std::lock_guard lock(mutex_);
     const auto group = groups_.find(std::this_thread::get_id());
     if (group == groups_.end() || --group->second.depth > 0) return {};
     return std::move(groups_.extract(group).mapped().comms);
   }
-  // Only while one is open.
+  // Call only while a group is open.
   void add(Handle comm) {
     const std::lock_guard lock(mutex_);
     std::vector<Handle>& comms = groups_[std::this_thread::get_id()].comms;
@@ -59,7 +59,7 @@ class OpenGroups {
     const std::lock_guard lock(mutex_);
     return groups_.contains(std::this_thread::get_id());
   }
-  // A call outside of a group is a group by itself.
+  // The number of the open group. A call outside of a group counts as a group.
   [[nodiscard]] int number() {
     const std::lock_guard lock(mutex_);
     const auto group = groups_.find(std::this_thread::get_id());
@@ -108,11 +108,11 @@ ncclResult_t ask_place(ncclComm_t comm, int* rank, int* size) {
   return result == ncclSuccess ? ask_size(comm, size) : result;
 }
 
-// Checks a call before it is made. A default seat for an unknown communicator.
+// Checks a call before it is made. Returns a default seat for an unknown communicator.
 Seat enter(ncclComm_t comm, const char* call, CallKind kind) {
   std::optional<Seat> seat = communicators().enter(comm, call, kind);
   if (!seat) return {};
-  if (kind == CallKind::kEnd) return *seat;  // which a broken communicator takes, and no question
+  if (kind == CallKind::kEnd) return *seat;  // a broken communicator takes no other call
   if (seat->rank < 0 && ask_place(comm, &seat->rank, &seat->size) == ncclSuccess) {
     communicators().set_place(comm, seat->rank, seat->size);
   }
@@ -120,14 +120,14 @@ Seat enter(ncclComm_t comm, const char* call, CallKind kind) {
   return *seat;
 }
 
-// The same for a call that enqueues nothing.
+// Checks and traces a call that enqueues nothing.
 Seat enter_and_trace(ncclComm_t comm, const char* call, CallKind kind, std::size_t bytes = 0) {
   Seat seat = enter(comm, call, kind);
   trace_call(seat, {.name = call, .group = open_groups().number(), .bytes = bytes});
   return seat;
 }
 
-// What a call enqueues, in rows of `bytes`.
+// What a call enqueues, in rows of `bytes` bytes.
 struct Work {
   const char* name;
   const void* in = nullptr;
@@ -136,7 +136,7 @@ struct Work {
   std::optional<int> peer{};
   std::optional<int> dtype{};
   std::optional<int> operation{};
-  bool reads_all = false;  // a row for each rank, else one row
+  bool reads_all = false;  // reads a row for each rank, else one row
   bool writes_all = false;
 };
 
@@ -187,7 +187,7 @@ ncclResult_t trace_and_revoke(ncclComm_t comm, int flags) {
   return forward(static_cast<Revoke*>(nullptr), kRevoke, comm, flags);
 }
 
-// After the destructors of the program's objects, which may own communicators.
+// Runs after the destructors of the program's objects, which may own communicators.
 [[gnu::destructor]] void at_exit() { communicators().report_living(); }
 
 }  // namespace
@@ -236,8 +236,8 @@ ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t* chil
   communicators().begin_work(comm);
   const ncclResult_t result =
       forward(&ncclCommSplit, "ncclCommSplit", comm, color, key, child, config);
-  // Of a communicator that does not block it says success, though threads of NCCL have still to
-  // make the child (init.cc: it returns the result of its own checks, not that of the group).
+  // For a nonblocking communicator it returns success although NCCL's threads have not yet made the
+  // child (init.cc: it returns the result of its own checks, not that of the group).
   const ncclResult_t now = result == ncclSuccess ? ncclInProgress : result;
   communicators().end_work({&comm, 1}, "ncclCommSplit", now);
   return result;
@@ -315,7 +315,7 @@ ncclResult_t ncclAllGather(const void* in, void* out, std::size_t count, ncclDat
 ncclResult_t ncclBroadcast(const void* in, void* out, std::size_t count, ncclDataType_t type,
                            int root, ncclComm_t comm, cudaStream_t stream) {
   const Work work{.name = "broadcast",
-                  .out = out,  // only the root reads `in`: no rank to compare with
+                  .out = out,  // not `in`: only the root reads it, so there is nothing to compare
                   .bytes = count * size_of(type),
                   .peer = root,
                   .dtype = type};
@@ -372,9 +372,9 @@ ncclResult_t ncclCommDeregister(ncclComm_t comm, void* handle) {
   return forward(&ncclCommDeregister, "ncclCommDeregister", comm, handle);
 }
 
-// A program takes a library that has this call for 2.28.7 or newer. So dlsym finds it here only
-// where the real library has it: what it returns is up to this function, which runs when the call
-// is looked up.
+// A program concludes from this function that NCCL is 2.28.7 or newer. So dlsym must find it only
+// if the real library has it. The dynamic loader runs find_revoke() during the look-up and returns
+// its result.
 Revoke* find_revoke() { return real_symbol(kRevoke) == nullptr ? nullptr : &trace_and_revoke; }
 [[gnu::ifunc("find_revoke")]] ncclResult_t ncclCommRevoke(ncclComm_t comm, int flags);
 }

@@ -32,7 +32,7 @@ struct RealLibrary {
       reason = " (that is the shim)";
       file = nullptr;
     } else if (file != nullptr && ::dlsym(file, "ncclCommRegister") == nullptr) {
-      // The shim has every call, so a program would take this library for a newer one.
+      // The shim has every function, so a program would take this library for a newer one.
       reason = " (it has no ncclCommRegister)";
       file = nullptr;
     }

@@ -5,10 +5,11 @@
 
 namespace hsdp::nccl_shim {
 
-// nullptr where the library has no such call, or could not be opened: stderr says so once.
+// Returns nullptr if the library has no such function or could not be opened, which it reports to
+// stderr once.
 [[nodiscard]] void* real_symbol(const char* name);
 
-// Why the library could not be opened; empty when it was.
+// Why the library could not be opened; empty if it was.
 [[nodiscard]] const std::string& open_error();
 
 }  // namespace hsdp::nccl_shim

@@ -1,9 +1,9 @@
-# hsdp_add_nccl_shim(name): libhsdp_nccl_shim.so, which checks the rules of NCCL as a program runs. The
-# caller adds the headers of NCCL and of the CUDA runtime.
+# hsdp_add_nccl_shim(name): builds libhsdp_nccl_shim.so, which checks the rules of NCCL while a program
+# runs. The caller adds the headers of NCCL and of the CUDA runtime.
 #
-# HSDP_NCCL_LIBRARY names the shim to a program, HSDP_NCCL_SHIM_OVER the libnccl behind it, and
-# HSDP_NCCL_SHIM_TRACE the folder that nccl_trace.py reads; HSDP_NCCL_SHIM_FATAL=1 ends a process at its
-# first violation.
+# To use it, set HSDP_NCCL_LIBRARY to the shim, HSDP_NCCL_SHIM_OVER to the libnccl behind it, and
+# HSDP_NCCL_SHIM_TRACE to the folder that nccl_trace.py reads. HSDP_NCCL_SHIM_FATAL=1 ends a process at
+# its first violation.
 set(hsdp_nccl_shim_folder ${CMAKE_CURRENT_LIST_DIR})
 function(hsdp_add_nccl_shim name)
   set(sources communicators.cpp device_rules.cpp nccl_calls.cpp real_library.cpp trace.cpp)

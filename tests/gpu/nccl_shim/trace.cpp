@@ -27,7 +27,7 @@ std::string file_name() {
 struct Trace {
   int file = -1;
   std::mutex mutex;
-  std::set<std::string> said;  // rules that stderr has seen
+  std::set<std::string> said;  // the rules already reported to stderr
 
   Trace() {
     const char* const folder = std::getenv(kFolder);
@@ -57,7 +57,7 @@ std::string quoted(std::string_view text) {
 std::string number(std::optional<int> value) { return value ? std::to_string(*value) : "null"; }
 std::string truth(std::optional<bool> value) { return !value ? "null" : *value ? "true" : "false"; }
 
-// In one write, so that a process that is killed leaves whole lines.
+// Writes the line at once, so that a killed process leaves whole lines.
 void write_line(std::string line) {
   Trace& to = trace();
   if (to.file < 0) return;

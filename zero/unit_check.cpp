@@ -25,7 +25,7 @@ UnitCheck::UnitCheck(const Reducer& reducer, std::string key, std::vector<Unit> 
   digests_ = reducer::Digests(reducer.device(), begins_.back());
 }
 
-// Ranks may not have the same number for a step that was dropped.
+// Not for a dropped step, whose number may differ between ranks.
 bool UnitCheck::is_due() const {
   const ReducerState state = reducer_.state();
   return state.step > compared_step_ && (state.step + 1) % every_ == 0 && !state.step_dropped;

@@ -32,7 +32,7 @@ Digests::Digests(Device device, std::size_t count)
 void Digests::clear() { std::fill_n(at(0), count(), 0); }
 
 std::uint64_t Digests::together(std::size_t first, std::size_t count) const {
-  constexpr std::uint64_t kOdd = 0x9e3779b97f4a7c15U;  // so that each digest's bits count
+  constexpr std::uint64_t kOdd = 0x9e3779b97f4a7c15U;  // odd, so that all bits of a digest count
   std::uint64_t whole = 0;
   for (std::size_t i = first; i < first + count; ++i) whole = whole * kOdd + *at(i);
   return whole;

@@ -60,7 +60,7 @@ inline constexpr const char* kDifferenceRemedy =
 
 // Rows of a step's result, which are the same on all replicas.
 struct ComparedRows {
-  std::string owner;  // in errors
+  std::string owner;  // who compares, for errors
   std::function<std::vector<std::optional<std::string>>()> digests;
   std::function<std::string(std::size_t place)> name;
 };

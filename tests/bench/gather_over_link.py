@@ -21,7 +21,7 @@ COLUMNS = ("forward_ms", "gather_ms", "exposed_ms", "hidden", "in_step_ms", "ove
 
 
 class GatherOverLink(TorchOverLink):
-    """Two ranks on a link of 1 Gbit/s."""
+    """Runs two ranks over a link of 1 Gbit/s."""
 
     def measure(self, rounds: int) -> Report:
         """Reports the values that torch_gather.py prints: torch_gather_<case>_<stage>_<bucket>_<name>."""

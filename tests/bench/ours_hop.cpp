@@ -172,7 +172,7 @@ int main(int argc, char** argv) {
     }
   }
   for (Variant& variant : variants) {
-    // All values are exact.
+    // All values are exact, so the results must be equal.
     if (shard > 1 && !have_equal_results(*variants.front().reducer, *variant.reducer)) {
       std::fprintf(stderr, "%s: expected the result of %s\n", variant.name.c_str(),
                    variants.front().name.c_str());

@@ -17,7 +17,7 @@ LEAST_ROUNDS = 9
 
 
 class OverMesh(TorchOverLink):
-    """shard_over="mesh" beside "shard" and torch's ZeroRedundancyOptimizer."""
+    """Compares shard_over="mesh" with "shard" and with torch's ZeroRedundancyOptimizer."""
 
     def measure(self, rounds: int) -> Report:
         """Reports the values that torch_over_mesh.py prints."""

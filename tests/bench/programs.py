@@ -124,8 +124,8 @@ def run_torch(name: str, command: List[str], report: Report) -> bool:
 
 
 class BesideTorch:
-    """torch_step.py and torch_zero.py: what reduction and a sharded optimizer add to a step in torch,
-    beside FSDP2, DDP and ZeroRedundancyOptimizer."""
+    """Runs torch_step.py and torch_zero.py: what reduction and a sharded optimizer add to a step in torch,
+    compared with FSDP2, DDP and ZeroRedundancyOptimizer."""
 
     def __init__(self, build: pathlib.Path):
         self._package = PythonPackage(build)

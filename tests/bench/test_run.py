@@ -71,7 +71,7 @@ STEP = [(line(op="step", size=256 << 20, time_us=900), "openmpi_step"),
         (line(op="step", size=256 << 20, time_us=600), "impi_step"),
         (line(op="step", size=256 << 20, time_us=300) +
          line(system="roofline", op="step", size=256 << 20, time_us=240), "ours_step")]
-# What was reported, the claim, its ratio and verdict.
+# The reported values, the claim, its ratio and its verdict.
 CLAIMS = [
     *[([(line(time_us=40), "impi"), (line(time_us=50), "openmpi"), (line(time_us=ours), "ours_shared")],
        "all_reduce 1 MiB, 4 ranks, shared memory: fastest peer / ours", 40 / ours, verdict)

@@ -27,7 +27,7 @@ import hsdp  # noqa: E402
 
 # width, layers, steps, learning rate
 SIZES = {"small": (48, 2, 2000, 3e-3), "large": (96, 4, 1200, 2e-3)}
-WARM_UP = 0.1  # of the steps, in which the learning rate rises
+WARM_UP = 0.1  # share of the steps in which the learning rate rises
 HOPS = ("bf16", "plain 4 bit", "LoCo")
 BATCH = 32
 SKIPPED = {"test", "tests", "site-packages", "dist-packages"}

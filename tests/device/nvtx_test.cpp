@@ -15,7 +15,7 @@ namespace {
 using namespace hsdp::test;  // NOLINT(google-build-using-namespace): the test's own vocabulary
 using testing::ElementsAre;
 
-// NVTX looks for a tool at the program's first range.
+// NVTX loads the tool at the program's first range, so the variable must be set before main().
 const bool has_tool = ::setenv("NVTX_INJECTION64_PATH", HSDP_NVTX_TOOL, 1) == 0;
 
 // What the tool was told since the last call, without thread numbers.

@@ -171,7 +171,7 @@ TEST(WorkerStream, MayDieInItsOwnTask) {
   auto stream = std::make_optional(Stream::host_worker("own task"));
   stream->run([copy = *stream, gate] { gate->get_future().wait(); });
   stream->run([done] { done->set_value(7); });
-  stream.reset();  // the copy in the first task is the last
+  stream.reset();  // now the first task holds the last copy
   gate->set_value();
   EXPECT_EQ(result.get(), 7);
 }

@@ -75,7 +75,6 @@ class DeviceRow {
     upload();
   }
   void upload() { bytes_.upload(); }
-  // Copies the elements of `other`.
   void copy_from(const DeviceRow& other) {
     std::memcpy(host(), other.host(), static_cast<std::size_t>(count_) * size_bytes(dtype_));
     upload();

@@ -47,7 +47,6 @@ std::vector<float> noise_of(int rank, std::int64_t count) {
   return values(count, [rank](std::int64_t i) { return noise(rank, i); });
 }
 
-// Values in GPU memory.
 class DeviceValues {
  public:
   DeviceValues(Device device, const std::vector<float>& values, Dtype dtype = Dtype::kF32)

@@ -47,7 +47,6 @@ DeviceCopy<T> on_device(std::span<const T> values, const Stream& stream) {
   return {values.data(), values.size(), 0, stream};
 }
 
-// An error state on the device.
 struct DeviceError {
   DeviceError(ErrorMemory& from, std::mt19937& random, const Stream& stream)
       : kind(from.kind),

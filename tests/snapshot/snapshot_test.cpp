@@ -83,7 +83,7 @@ TEST(Snapshot, ReadsAnyRange) {
   const Snapshot snapshot = Snapshot::open(folder / "s");
   const std::vector<float>& big = gradients.back().data;
   const auto count = static_cast<std::int64_t>(big.size());
-  // Around the ends of slices and of checksum blocks.
+  // Reads around the ends of slices and of checksum blocks.
   for (const std::int64_t begin :
        {std::int64_t{0}, count / 3 - 2, std::int64_t{65535}, count - 5}) {
     std::array<double, 5> values{};

@@ -24,7 +24,7 @@ std::string Seat::text() const {
 }
 
 Communicators& communicators() {
-  static auto* const one = new Communicators;  // threads may call while the process exits
+  static auto* const one = new Communicators;  // never destroyed: threads may use it during exit
   return *one;
 }
 

@@ -78,7 +78,7 @@ class OpenGroups {
 };
 
 OpenGroups& open_groups() {
-  static auto* const one = new OpenGroups;  // threads may call while the process exits
+  static auto* const one = new OpenGroups;  // never destroyed: threads may use it during exit
   return *one;
 }
 
@@ -192,7 +192,7 @@ ncclResult_t trace_and_revoke(ncclComm_t comm, int flags) {
 
 }  // namespace
 
-// The header may be older than the calls at the end of this file.
+// nccl.h may be older and lack the functions at the end of this file.
 extern "C" {
 
 ncclResult_t ncclGetVersion(int* version) {

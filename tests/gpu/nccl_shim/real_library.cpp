@@ -44,7 +44,7 @@ struct RealLibrary {
 };
 
 const RealLibrary& real_library() {
-  static const auto* const one = new RealLibrary;  // threads may call while the process exits
+  static const auto* const one = new RealLibrary;  // never destroyed: threads may use it at exit
   return *one;
 }
 

@@ -42,7 +42,7 @@ struct Trace {
 };
 
 Trace& trace() {
-  static auto* const one = new Trace;  // threads may call while the process exits
+  static auto* const one = new Trace;  // never destroyed: threads may use it during exit
   return *one;
 }
 

@@ -36,7 +36,7 @@ WORK = ROOT / "build" / "mutants"
 TREE = WORK / "tree"
 BUILD = TREE / "build" / "release"
 PRODUCT = ("hsdp/*", "zero/*", "quant/*", "bindings/*")
-NOT_TESTED = {"nightly", "package"}  # labels; package tests build from sources without the faults
+NOT_TESTED = {"nightly", "package"}  # labels; the package tests compile sources themselves
 DATA_BYTES = 8 << 30  # memory limit of a process: a fault may make it allocate without end
 
 

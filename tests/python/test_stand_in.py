@@ -277,7 +277,7 @@ def test_rows_are_reduced_on_the_stream() -> None:
         mesh.set_stream(stand_in.make_stream())
         place = ("w", (3,), "float32", 0, 3, 0)
         group = {"name": "w", "wire": "f32", "count": 3, "parameters": [place]}
-        rows = _hsdp.RowReducer(mesh._handle, [group], None)
+        rows = _hsdp.RowReducer(mesh._handle, [group], None, 0)
         for value in (1.0, np.inf, 3.0):
             array = GpuArray(np.full(3, value * (1 + 2 * mesh.rank), np.float32), stand_in.make_stream())
             rows.set_requires_all_reduce(False, [0])

@@ -3,9 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <random>
@@ -249,12 +251,15 @@ TEST(UnitCheck, CostsAMessageWhereItLooks) {
     std::vector<std::int64_t> sent;
     for (const std::int64_t every : {0, 100, 1}) {
       TwoUnits two(mesh, every);
-      for (int update = 0; update < 4; ++update) {  // the first ones learn the order
+      // The first updates learn the order, and a rank that is held up asks for it again.
+      std::int64_t least = std::numeric_limits<std::int64_t>::max();
+      for (int update = 0; update < 10; ++update) {
         const std::int64_t before = two.reducer.stats().control_message_count;
         two.train();
         EXPECT_EQ(two.update(), std::nullopt);
-        if (update == 3) sent.push_back(two.reducer.stats().control_message_count - before);
+        least = std::min(least, two.reducer.stats().control_message_count - before);
       }
+      sent.push_back(least);
     }
     if (mesh.rank() != 5) return;  // rank 0 relays
     EXPECT_EQ(sent[1], sent[0]);

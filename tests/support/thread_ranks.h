@@ -21,7 +21,11 @@ namespace hsdp::test {
 struct ThreadRanksOptions {
   TransportChoice transport = TransportChoice::kAuto;
   std::chrono::milliseconds timeout{30'000};  // of the world
+#if defined(__SANITIZE_THREAD__)
+  std::chrono::seconds deadline{300};  // what takes a second takes half a minute there
+#else
   std::chrono::seconds deadline{120};
+#endif
 };
 
 // The timeout is longer than the test may take, so no error comes from it.
